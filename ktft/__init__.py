@@ -1,0 +1,1 @@
+"""ktft: LoRA fine-tuning of large Mixture-of-Experts models with the experts in RAM."""

@@ -1,0 +1,189 @@
+"""Where a layer's routed experts lie in memory: addresses, strides and formats, never copies.
+
+An :class:`ExpertWeights` describes three matrices per expert, gate and up [I, H] and down [H, I], as base addresses into memory
+that somebody else owns (a file mapping, or tensors in tests). It is registered under an integer handle, because a torch op's schema
+carries integers, not Python objects. Handles are never reused; the registry holds the weights weakly, so whoever uses a handle (the
+module, the autograd context) keeps the object alive.
+
+This module reads no files (see ``checkpoint.py``) and runs no kernels (see ``ops.py``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+FORMATS: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""Formats the kernels decode: name -> dtype of one stored element."""
+
+
+@dataclass(frozen=True)
+class ExpertMatrices:
+    """One matrix of every expert, e.g. all gate projections.
+
+    Attributes:
+        addresses: int64 [E], the address of element [0, 0] of each expert's matrix as used in y = x Wᵀ, W [rows, cols].
+        row_stride: bytes from one row *as stored* to the next.
+        format: a key of :data:`FORMATS`.
+        transposed: the file stores Wᵀ, i.e. [cols, rows]; element [i, j] of W is then at ``address + j * row_stride + i * itemsize``.
+    """
+
+    addresses: np.ndarray
+    row_stride: int
+    format: str
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise ValueError(f"expert weights in format {self.format!r}; this version decodes {sorted(FORMATS)}")
+        if self.addresses.dtype != np.int64 or self.addresses.ndim != 1 or not self.addresses.flags.c_contiguous:
+            raise ValueError(
+                f"addresses must be a contiguous int64 vector, got {self.addresses.dtype} {self.addresses.shape}"
+            )
+
+
+_lock = threading.Lock()
+_ids = itertools.count(1)
+_registry: weakref.WeakValueDictionary[int, ExpertWeights] = weakref.WeakValueDictionary()
+
+
+class ExpertWeights:
+    """The routed experts of one layer, registered under :attr:`id`.
+
+    Args:
+        gate, up: matrices [I, H] of every expert.
+        down: matrices [H, I] of every expert.
+        hidden_size: H.
+        intermediate_size: I.
+        owner: whatever keeps the memory alive (a mapping, tensors); held for as long as this object lives.
+
+    ``copy.deepcopy`` shares the object (frozen weights are never duplicated); pickling raises.
+    """
+
+    def __init__(
+        self,
+        gate: ExpertMatrices,
+        up: ExpertMatrices,
+        down: ExpertMatrices,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        owner: object,
+    ) -> None:
+        counts = {len(gate.addresses), len(up.addresses), len(down.addresses)}
+        if len(counts) != 1 or 0 in counts:
+            raise ValueError(f"gate, up and down must cover the same experts, at least one; got {sorted(counts)}")
+        if hidden_size < 1 or intermediate_size < 1:
+            raise ValueError(f"hidden_size {hidden_size} and intermediate_size {intermediate_size} must be positive")
+        self.gate, self.up, self.down = gate, up, down
+        self.num_experts = len(gate.addresses)
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
+        self.owner = owner
+        with _lock:
+            self.id = next(_ids)
+            _registry[self.id] = self
+
+    @classmethod
+    def from_tensors(
+        cls, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *, transposed: bool = False
+    ) -> ExpertWeights:
+        """Describe in-memory tensors: gate, up [E, I, H] and down [E, H, I] (``transposed``: [E, H, I] and [E, I, H]).
+
+        The tensors are shared, not copied; they may be strided views as long as the last dimension is contiguous.
+        """
+        names = {dtype: name for name, dtype in FORMATS.items()}
+
+        def describe(tensor: torch.Tensor) -> ExpertMatrices:
+            if tensor.dim() != 3 or tensor.stride(2) != 1 or tensor.device.type != "cpu" or tensor.dtype not in names:
+                raise ValueError(
+                    f"expected a CPU tensor [E, rows, cols] in {sorted(FORMATS)} with contiguous rows, "
+                    f"got {tensor.dtype} {tuple(tensor.shape)} stride {tensor.stride()} on {tensor.device}"
+                )
+            size = tensor.element_size()
+            addresses = tensor.data_ptr() + np.arange(tensor.shape[0], dtype=np.int64) * (tensor.stride(0) * size)
+            return ExpertMatrices(addresses, tensor.stride(1) * size, names[tensor.dtype], transposed)
+
+        inter, hidden = (gate.shape[2], gate.shape[1]) if transposed else (gate.shape[1], gate.shape[2])
+        expected_down = (inter, hidden) if transposed else (hidden, inter)
+        if up.shape != gate.shape or down.shape[1:] != expected_down:
+            raise ValueError(f"shapes disagree: gate {gate.shape}, up {up.shape}, down {down.shape}")
+        return cls(
+            describe(gate),
+            describe(up),
+            describe(down),
+            hidden_size=hidden,
+            intermediate_size=inter,
+            owner=(gate, up, down),
+        )
+
+    def matrix(self, name: str, expert: int) -> torch.Tensor:
+        """A copy of one stored matrix in its stored dtype: ``gate``/``up`` [I, H] or ``down`` [H, I], never transposed.
+
+        For tests, merging and inspection; the kernels never go through it.
+        """
+        matrices: ExpertMatrices = {"gate": self.gate, "up": self.up, "down": self.down}[name]
+        rows, cols = (self.intermediate_size, self.hidden_size)
+        if name == "down":
+            rows, cols = cols, rows
+        stored_rows, stored_cols = (cols, rows) if matrices.transposed else (rows, cols)
+        dtype = FORMATS[matrices.format]
+        out = torch.empty(stored_rows, stored_cols, dtype=dtype)
+        row_bytes = stored_cols * dtype.itemsize
+        for row in range(stored_rows):
+            source = int(matrices.addresses[expert]) + row * matrices.row_stride
+            ctypes.memmove(out.data_ptr() + row * row_bytes, source, row_bytes)
+        return out.t().contiguous() if matrices.transposed else out
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertWeights:
+        return self
+
+    def __copy__(self) -> ExpertWeights:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "mapped expert weights cannot be pickled: they are addresses in this process. "
+            "Save the adapter (model.save_pretrained) and load the base again with ktft.load_model."
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"ExpertWeights(id={self.id}, experts={self.num_experts}, hidden={self.hidden_size}, "
+            f"intermediate={self.intermediate_size}, format={self.gate.format})"
+        )
+
+
+def lookup(handle: int) -> ExpertWeights:
+    """The weights registered under ``handle``.
+
+    Raises:
+        RuntimeError: the weights were freed, or never existed.
+    """
+    with _lock:
+        weights = _registry.get(handle)
+    if weights is None:
+        raise RuntimeError(
+            f"expert weights {handle} do not exist (any more): the model that owned them was deleted. Load it again with ktft.load_model."
+        )
+    return weights
+
+
+LORA_NAMES = ("gate_a", "gate_b", "up_a", "up_b", "down_a", "down_b")
+"""Order of one adapter's six tensors wherever they are passed as a list."""
+
+
+def lora_shapes(num_experts: int, hidden: int, intermediate: int, rank: int) -> Sequence[tuple[int, int, int]]:
+    """Shapes of one adapter's tensors in the order of :data:`LORA_NAMES`: A [E, r, in], B [E, out, r]."""
+    e, h, i, r = num_experts, hidden, intermediate, rank
+    return ((e, r, h), (e, i, r), (e, r, h), (e, i, r), (e, r, i), (e, h, r))
+
+
+__all__ = ["FORMATS", "LORA_NAMES", "ExpertMatrices", "ExpertWeights", "lookup", "lora_shapes"]
