@@ -1,0 +1,480 @@
+"""From a directory of safetensors files to addresses of expert weights, without reading them.
+
+:class:`Checkpoint` parses the headers of ``model.safetensors`` or of every shard that ``model.safetensors.index.json`` names, checks
+them strictly, and turns expert tensors into :class:`~ktft.weights.ExpertWeights` over read-only, shared file mappings:
+
+    per expert    {prefix}.{e}.gate_proj.weight [I, H], up likewise, down [H, I]
+    fused         gate_up [E, 2I, H] (gate rows first) and down [E, H, I]
+    transposed    gate_up [E, H, 2I] and down [E, I, H]; told from the shapes in the files
+
+One file is mapped once per process; two loads share the mapping. Files are identified by device, inode, size and modification time:
+one that changes while it is being loaded, or while a model is still mapped onto it, is an error at the next look.
+
+A mapping of a file that somebody truncates kills the process, so whoever writes uses :func:`replacing` (a temporary name, then a
+rename) and :func:`refuse_if_mapped`.
+
+This module knows nothing of model families: which tensor is which expert's is told to it (``families.py``).
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+
+from ktft.formats import EXPERT_FORMATS, tensor_bytes
+from ktft.weights import FORMATS, ExpertMatrices, ExpertWeights
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message names file, tensor, what was expected and what was found."""
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """What tells one version of a file from another."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileIdentity:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a safetensors file; ``begin`` is its first byte counted from the start of the file."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+
+Part = Literal["gate", "up", "down", "gate_up"]
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """Which part of a layer's experts a tensor holds: of one expert, or of all of them (``expert`` None)."""
+
+    key: str
+    part: Part
+    expert: int | None
+
+
+# --- mappings ---------------------------------------------------------------------------------------------------------
+
+
+class FileMapping:
+    """A whole file, mapped read-only and shared; unmapped when the last reference goes."""
+
+    def __init__(self, path: Path, identity: FileIdentity) -> None:
+        self.path, self.identity = path, identity
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            found = FileIdentity.of(os.fstat(descriptor))
+            if found != identity:
+                raise CheckpointError(f"{path} changed while it was being loaded: expected {identity}, found {found}")
+            self._map = mmap.mmap(descriptor, identity.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        finally:
+            os.close(descriptor)
+        # numpy gives the address of a read-only buffer, and its export keeps the mapping from being closed by hand.
+        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self.address = int(self._bytes.ctypes.data)
+        if FileIdentity.of(os.stat(path)) != identity:
+            raise CheckpointError(f"{path} changed while it was being mapped; load it again when nothing writes to it")
+
+
+_lock = threading.Lock()
+_mappings: weakref.WeakValueDictionary[str, FileMapping] = weakref.WeakValueDictionary()
+
+
+def _map_file(path: Path, identity: FileIdentity) -> FileMapping:
+    """The process's one mapping of a file."""
+    real = os.path.realpath(path)
+    with _lock:
+        mapping = _mappings.get(real)
+        if mapping is None:
+            mapping = _mappings[real] = FileMapping(Path(real), identity)
+    _check_mapped(path, identity)
+    return mapping
+
+
+def _check_mapped(path: Path, identity: FileIdentity) -> None:
+    """Raise if a model of this process is mapped onto another version of the file."""
+    with _lock:
+        mapping = _mappings.get(os.path.realpath(path))
+    if mapping is not None and mapping.identity != identity:
+        raise CheckpointError(
+            f"{path} changed while a model of this process is mapped onto it: it was {mapping.identity}, it is {identity}. "
+            "Delete that model (or start a new process), then load again."
+        )
+
+
+def is_mapped_source(path: str | os.PathLike[str]) -> bool:
+    """Whether a model of this process is mapped onto this file, by whatever name it is called here."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return False
+    key = (status.st_dev, status.st_ino)
+    return any((m.identity.device, m.identity.inode) == key for m in list(_mappings.values()))
+
+
+def refuse_if_mapped(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError if writing to ``path`` would write onto a checkpoint file that is in use.
+
+    For code that writes files: changing a mapped file changes a running model, and truncating it kills the process.
+    """
+    if is_mapped_source(path):
+        raise ValueError(
+            f"writing onto {os.fspath(path)} is refused: the experts of a loaded model are mapped from this file. "
+            "Write to another directory."
+        )
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Write a file so that nobody ever sees half of it: yields a temporary path beside ``path``, renamed onto it at the end.
+
+    If the block raises, ``path`` is left as it was. Refuses a mapped checkpoint file.
+    """
+    refuse_if_mapped(path)
+    target = Path(path)
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as written:
+            os.fsync(written.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# --- headers ----------------------------------------------------------------------------------------------------------
+
+
+def _object_without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} appears twice")
+    return out
+
+
+def _json_object(text: bytes, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_object_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{what} must be a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def read_header(path: Path) -> tuple[dict[str, Tensor], FileIdentity]:
+    """The tensors of one safetensors file, every number in its header checked against the file's size.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, or its header is not what the format says.
+    """
+    try:
+        with path.open("rb") as file:
+            identity = FileIdentity.of(os.fstat(file.fileno()))
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > min(identity.size - 8, _MAX_HEADER):
+                raise CheckpointError(
+                    f"{path} is not a safetensors file, or truncated: its header claims {length} bytes, "
+                    f"the file has {identity.size} (a header may have {_MAX_HEADER})"
+                )
+            header = _json_object(file.read(length), f"the header of {path}")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+    header.pop("__metadata__", None)
+    start = 8 + length
+    tensors: dict[str, Tensor] = {}
+    spans: list[tuple[int, int, str]] = []
+    for name, entry in header.items():
+
+        def fail(expected: str, name: str = name, entry: object = entry) -> NoReturn:
+            raise CheckpointError(f"{path}: tensor {name!r}: expected {expected}, found {entry!r}")
+
+        if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+            fail("an object with dtype, shape and data_offsets")
+        shape, offsets = entry.get("shape"), entry.get("data_offsets")
+        if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+            fail("a shape of non-negative integers")
+        if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+            fail("data_offsets [begin, end]")
+        begin, end = offsets
+        needed = tensor_bytes(entry["dtype"], tuple(shape))
+        if begin > end or (needed is not None and end - begin != needed):
+            fail(f"data_offsets spanning the {needed} bytes that its dtype and shape take")
+        if start + end > identity.size:
+            raise CheckpointError(
+                f"{path} is truncated: tensor {name!r} ends at byte {start + end}, the file has {identity.size}"
+            )
+        tensors[name] = Tensor(name, path, entry["dtype"], tuple(shape), start + begin)
+        spans.append((begin, end, name))
+    position, previous = 0, "the header"
+    for begin, end, name in sorted(spans):
+        if begin != position:
+            raise CheckpointError(
+                f"{path}: tensor {name!r} begins at data byte {begin}, expected {position}, where {previous} ends"
+            )
+        position, previous = end, repr(name)
+    if start + position != identity.size:
+        raise CheckpointError(
+            f"{path}: the tensors end at byte {start + position}, but the file has {identity.size} bytes"
+        )
+    return tensors, identity
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class Checkpoint:
+    """The tensors of a checkpoint directory, by name. Nothing but headers is read.
+
+    Attributes:
+        directory: where the files lie.
+        tensors: every tensor of every file.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        """Read and check the headers.
+
+        Raises:
+            CheckpointError: there are no safetensors files, the index and the files disagree, a file is damaged, or it changed
+                under a model that is still mapped onto it.
+        """
+        self.directory = Path(directory)
+        self.tensors: dict[str, Tensor] = {}
+        self._identities: dict[Path, FileIdentity] = {}
+        index = self._index()
+        for file in [self.directory / name for name in sorted(set(index.values()))] or [self.directory / SINGLE_FILE]:
+            if not file.is_file():
+                raise CheckpointError(f"{self.directory / INDEX_FILE} names {file.name}, which does not exist")
+            tensors, identity = read_header(file)
+            _check_mapped(file, identity)
+            for name, tensor in tensors.items():
+                if name in self.tensors:
+                    raise CheckpointError(f"tensor {name!r} is in two files: {self.tensors[name].file} and {file}")
+                self.tensors[name] = tensor
+            self._identities[file] = identity
+        for name, file_name in index.items():
+            found = self.tensors.get(name)
+            if found is None or found.file != self.directory / file_name:
+                where = "in no file" if found is None else f"in {found.file.name}"
+                raise CheckpointError(
+                    f"{self.directory / INDEX_FILE} says tensor {name!r} is in {file_name}; it is {where}"
+                )
+
+    def _index(self) -> dict[str, str]:
+        """Tensor name -> file name; empty if there is one file only. The same precedence as transformers."""
+        if (self.directory / SINGLE_FILE).is_file():
+            return {}
+        path = self.directory / INDEX_FILE
+        if not path.is_file():
+            found = sorted(p.name for p in self.directory.glob("*") if p.suffix in {".safetensors", ".bin", ".gguf"})
+            raise CheckpointError(
+                f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}; weight files found: {found or 'none'}. "
+                "Only safetensors checkpoints can be mapped."
+            )
+        weight_map = _json_object(path.read_bytes(), str(path)).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{path}: expected 'weight_map' to map tensor names to files, found {weight_map!r}")
+        for name, file in weight_map.items():
+            if not isinstance(file, str) or not file or os.path.isabs(file) or ".." in Path(file).parts:
+                raise CheckpointError(f"{path}: tensor {name!r}: expected a file inside the directory, found {file!r}")
+        return weight_map
+
+    def verify_unchanged(self) -> None:
+        """Raise CheckpointError if a file is no longer the one whose header was read."""
+        for path, identity in self._identities.items():
+            try:
+                found = FileIdentity.of(os.stat(path))
+            except OSError as error:
+                raise CheckpointError(f"{path} vanished while it was being loaded: {error.strerror}") from None
+            if found != identity:
+                raise CheckpointError(f"{path} changed while it was being loaded: it was {identity}, it is {found}")
+
+    def expert_weights(
+        self,
+        prefix: str,
+        tensors: Sequence[ExpertTensor],
+        *,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+    ) -> ExpertWeights:
+        """Addresses of one layer's experts.
+
+        Args:
+            prefix: what to call the layer in errors, e.g. ``model.layers.0.mlp.experts``.
+            tensors: every tensor of that layer's experts.
+            num_experts, hidden_size, intermediate_size: E, H, I of the model.
+
+        Raises:
+            CheckpointError: a tensor is missing, misshapen, there twice, or in a format that is not supported.
+        """
+        e, h, i = num_experts, hidden_size, intermediate_size
+        parts: dict[Part, dict[int | None, Tensor]] = {"gate": {}, "up": {}, "down": {}, "gate_up": {}}
+        for item in tensors:
+            tensor = self.tensors[item.key]
+            if tensor.dtype not in EXPERT_FORMATS:
+                raise CheckpointError(
+                    f"{tensor.file}: expert tensor {tensor.name!r}: expected dtype {' or '.join(EXPERT_FORMATS)}, "
+                    f"found {tensor.dtype}; this version reads no other format of experts"
+                )
+            if item.expert is not None and item.expert >= e:
+                raise CheckpointError(
+                    f"{tensor.file}: tensor {tensor.name!r} belongs to expert {item.expert}; "
+                    f"expected experts 0 to {e - 1} by the config, num_experts = {e}"
+                )
+            if item.expert in parts[item.part]:
+                other = parts[item.part][item.expert]
+                raise CheckpointError(
+                    f"{tensor.file}: {tensor.name!r} and {other.name!r} in {other.file} are both {item.part} of {prefix}"
+                )
+            parts[item.part][item.expert] = tensor
+        fused = None in parts["gate_up"]
+        expected: dict[Part, list[int | None]] = {"gate": [], "up": [], "down": [None], "gate_up": [None]}
+        if not fused:
+            every: list[int | None] = list(range(e))
+            expected = {"gate": every, "up": every, "down": every, "gate_up": []}
+        self._check_complete(prefix, parts, expected)
+        used = [tensor for part in parts.values() for tensor in part.values()]
+        mappings = {file: _map_file(file, self._identities[file]) for file in sorted({tensor.file for tensor in used})}
+
+        def address(tensor: Tensor) -> int:
+            return mappings[tensor.file].address + tensor.begin
+
+        def matrices(part: Part, rows: int, columns: int) -> ExpertMatrices:
+            """Per-expert tensors [rows, columns]."""
+            found = [parts[part][expert] for expert in range(e)]
+            for tensor in found:
+                _check_shape(tensor, (rows, columns))
+                _check_like(tensor, found[0])
+            format_name = EXPERT_FORMATS[found[0].dtype]
+            addresses = np.array([address(tensor) for tensor in found], dtype=np.int64)
+            return ExpertMatrices(addresses, columns * FORMATS[format_name].itemsize, format_name)
+
+        if not fused:
+            gate, up, down = matrices("gate", i, h), matrices("up", i, h), matrices("down", h, i)
+        else:
+            gate_up, down_all = parts["gate_up"][None], parts["down"][None]
+            transposed = _is_transposed(gate_up, down_all, e, h, i)
+
+            def slices(tensor: Tensor, rows: int, columns: int, first: int) -> ExpertMatrices:
+                """Of a tensor [E, rows, columns], the matrices that begin at row (transposed: column) ``first``."""
+                format_name = EXPERT_FORMATS[tensor.dtype]
+                size = FORMATS[format_name].itemsize
+                stride = columns * size
+                offset = first * (size if transposed else stride)
+                addresses = address(tensor) + offset + np.arange(e, dtype=np.int64) * (rows * stride)
+                return ExpertMatrices(addresses, stride, format_name, transposed)
+
+            gate_up_shape, down_shape = ((h, 2 * i), (i, h)) if transposed else ((2 * i, h), (h, i))
+            gate, up = slices(gate_up, *gate_up_shape, 0), slices(gate_up, *gate_up_shape, i)
+            down = slices(down_all, *down_shape, 0)
+        for tensor in used:
+            size = FORMATS[EXPERT_FORMATS[tensor.dtype]].itemsize
+            if tensor.begin % size:
+                raise CheckpointError(
+                    f"{tensor.file}: expert tensor {tensor.name!r} begins at byte {tensor.begin}; expected a multiple of "
+                    f"{size}. Write the file again with a current safetensors library."
+                )
+        return ExpertWeights(gate, up, down, hidden_size=h, intermediate_size=i, owner=tuple(mappings.values()))
+
+    def _check_complete(
+        self, prefix: str, parts: dict[Part, dict[int | None, Tensor]], expected: dict[Part, list[int | None]]
+    ) -> None:
+        for part, experts in expected.items():
+            missing = [expert for expert in experts if expert not in parts[part]]
+            extra = [tensor for expert, tensor in parts[part].items() if expert not in experts]
+            if missing:
+                whose = (
+                    "all experts" if missing[0] is None else f"experts {missing[:8]}{' …' if len(missing) > 8 else ''}"
+                )
+                raise CheckpointError(
+                    f"{self.directory}: {prefix}: expected {part} of {len(experts) if experts[0] is not None else 'all'} "
+                    f"experts, found {len(parts[part])} tensors; missing: {part} of {whose}"
+                )
+            if extra:
+                raise CheckpointError(
+                    f"{extra[0].file}: tensor {extra[0].name!r}: {prefix} has both per-expert and fused tensors; expected one kind"
+                )
+
+
+def _check_shape(tensor: Tensor, expected: tuple[int, ...]) -> None:
+    if tensor.shape != expected:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.name!r}: expected shape {list(expected)} by the config, found {list(tensor.shape)}"
+        )
+
+
+def _check_like(tensor: Tensor, first: Tensor) -> None:
+    if tensor.dtype != first.dtype:
+        raise CheckpointError(
+            f"{tensor.file}: tensor {tensor.name!r}: expected dtype {first.dtype} like {first.name!r}, found {tensor.dtype}"
+        )
+
+
+def _is_transposed(gate_up: Tensor, down: Tensor, e: int, h: int, i: int) -> bool:
+    """Orientation of a fused pair, from its shapes: [E, 2I, H] and [E, H, I], or both transposed.
+
+    One matrix may look the same both ways (2I = H, or I = H), but never both; so together they always tell.
+    """
+    as_is = [((e, 2 * i, h), (e, h, i)), ((e, h, 2 * i), (e, i, h))]
+    for transposed, shapes in enumerate(as_is):
+        if (gate_up.shape, down.shape) == shapes:
+            return bool(transposed)
+    raise CheckpointError(
+        f"{gate_up.file}: tensors {gate_up.name!r} and {down.name!r}: expected shapes "
+        + " or ".join(f"{list(a)} and {list(b)}" for a, b in as_is)
+        + f" by the config, found {list(gate_up.shape)} and {list(down.shape)}"
+    )
+
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "ExpertTensor",
+    "FileIdentity",
+    "FileMapping",
+    "Tensor",
+    "is_mapped_source",
+    "read_header",
+    "refuse_if_mapped",
+    "replacing",
+]

@@ -1,0 +1,337 @@
+"""What the installed transformers says about a model's experts, and whether ktft computes the same function.
+
+There is no table of families. transformers marks every experts class that follows its experts contract with layout attributes, and
+describes how published tensors become the model's parameters; from these come the experts modules, their sizes, their names on disk,
+and which tensor is which expert's. A family is accepted when the stock class's own eager forward, run at a tiny size on inputs of
+several magnitudes, equals :func:`ktft.reference.moe_experts`; otherwise it is refused before any weight is read.
+
+This is the one module that touches transformers' internals (written for >= 5.17, < 6); each touch says what it relies on.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    PrefixChange,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.monkey_patching import register_patch_mapping, unregister_patch_mapping
+
+from ktft import reference
+from ktft.checkpoint import CheckpointError, ExpertTensor, Part
+from ktft.experts import CpuExperts, ExpertNames
+
+
+class UnsupportedModelError(ValueError):
+    """A model whose experts ktft cannot compute exactly, or that has none."""
+
+
+@dataclass(frozen=True)
+class ExpertsModule:
+    """One experts module of the stock model: its class, sizes E, H, I, and names."""
+
+    stock: type[nn.Module]
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    names: ExpertNames
+
+
+_LAYOUT = {"is_transposed", "is_concatenated", "has_bias", "has_gate"}
+"""Attributes that transformers' ``use_experts_implementation`` sets on every instance of a class it decorates."""
+
+_GATE_UP, _DOWN = "gate_up_proj", "down_proj"
+"""Names of the fused parameters in every experts class that follows the contract (with a gate)."""
+
+
+def stock_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The stock model on the meta device: structure and shapes, no memory.
+
+    Raises:
+        UnsupportedModelError: transformers has no causal language model for this config.
+    """
+    try:
+        with torch.device("meta"):
+            # from_config writes into the config it is given.
+            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"transformers builds no causal language model from a {config.model_type!r} config: {error}"
+        ) from None
+
+
+def experts_modules(model: PreTrainedModel) -> dict[str, ExpertsModule]:
+    """The experts modules of a stock model, by module path, each checked to compute what ktft computes.
+
+    Raises:
+        UnsupportedModelError: there are none, or one computes something else; names the family, the class and the reason.
+    """
+    family = model.config.model_type
+    found = {name: module for name, module in model.named_modules() if vars(module).keys() >= _LAYOUT}
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} (model_type {family!r}) has no experts module that follows transformers' experts "
+            "interface: it is not a Mixture-of-Experts model, or its experts are of a kind this version cannot run. "
+            "Load it with transformers itself."
+        )
+    reasons: dict[type[nn.Module], str | None] = {}
+    out = {}
+    for name, module in found.items():
+        stock = type(module)
+        if stock not in reasons:
+            reasons[stock] = _difference(module)
+        if reasons[stock] is not None:
+            raise UnsupportedModelError(
+                f"model family {family!r} is not supported: its experts class {stock.__name__} {reasons[stock]}. "
+                "ktft computes down(silu(gate(x)) * up(x)) without biases and would give wrong results."
+            )
+        num_experts, a, b = module.get_parameter(_GATE_UP).shape
+        rows, hidden = (b, a) if vars(module)["is_transposed"] else (a, b)
+        out[name] = ExpertsModule(stock, num_experts, hidden, rows // 2, _published_names(model, name))
+    return out
+
+
+def _difference(module: nn.Module) -> str | None:
+    """Why the function of a stock experts module (on meta) is not ktft's; None if it is."""
+    layout = vars(module)
+    if layout["has_bias"]:
+        return "has biases"
+    if not layout["has_gate"]:
+        return "has no gate projection"
+    if not layout["is_concatenated"]:
+        return "stores gate and up rows interleaved"
+    state = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    if state != {_GATE_UP, _DOWN}:
+        return f"has the parameters {sorted(state)}, expected {_DOWN} and {_GATE_UP} only"
+    try:
+        error = _probe(module)
+    except Exception as failure:  # whatever a class does that the contract does not say, it is not ktft's function
+        return f"cannot be called as transformers' experts interface says ({type(failure).__name__}: {failure})"
+    # Some classes compute inside in fp32; rounding is then about 1e-6, while any other function differs by far more.
+    if not error <= 1e-5:
+        return f"computes another function (activation, clamping or combination): relative difference {error:.2g}"
+    return None
+
+
+def _probe(module: nn.Module) -> float:
+    """Largest difference between the stock eager forward and the reference, relative to the largest output.
+
+    The module's Python state is kept as it is; its parameters are replaced by tiny random ones in float64.
+    """
+    experts, hidden, intermediate, tokens, top_k = 3, 6, 5, 16, 2
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    gate, up, down = (
+        random(experts, intermediate, hidden),
+        random(experts, intermediate, hidden),
+        random(experts, hidden, intermediate),
+    )
+    gate_up = torch.cat([gate, up], dim=1)
+    tiny = copy.copy(module)
+    state = vars(tiny)
+    is_transposed = state["is_transposed"]
+    stored = {_GATE_UP: gate_up, _DOWN: down}
+    state["_parameters"] = {
+        name: nn.Parameter(tensor.transpose(1, 2).contiguous() if is_transposed else tensor, requires_grad=False)
+        for name, tensor in stored.items()
+    }
+    state["config"] = copy.deepcopy(state["config"])
+    state["config"]._experts_implementation = "eager"
+    sizes = {
+        "num_experts": experts,
+        "hidden_dim": hidden,
+        "hidden_size": hidden,
+        "intermediate_dim": intermediate,
+        "intermediate_size": intermediate,
+    }
+    state.update({name: size for name, size in sizes.items() if name in state})
+    worst = 0.0
+    for scale in (0.01, 1.0, 100.0, 1e4):
+        x = scale * random(tokens, hidden)
+        index = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
+        weights = random(tokens, top_k).abs()
+        with torch.no_grad():
+            found = tiny(x.clone(), index, weights)
+            expected = reference.moe_experts(x, index, weights, gate, up, down)
+        if found.shape != expected.shape:
+            return float("inf")
+        worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
+        if not worst < float("inf"):
+            return float("inf")
+    return worst
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+def _published_names(model: PreTrainedModel, module: str) -> ExpertNames:
+    """What the family's published checkpoints call this module's experts.
+
+    transformers' conversion mapping, read backwards, turns ``{module}.gate_up_proj`` into per-expert names with ``*`` for the
+    expert. A family that publishes fused tensors has no such names; then the module's path and gate_proj, up_proj, down_proj serve.
+    """
+    # PrefixChange and legacy renames describe old files, not how the family names its tensors today.
+    transforms = [
+        transform
+        for transform in get_model_conversion_mapping(model, add_legacy=False)[::-1]
+        if not isinstance(transform, PrefixChange)
+    ]
+    renamings = [t.reverse_transform() for t in transforms if isinstance(t, WeightRenaming)]
+    found: list[str] = []
+    for parameter in (_GATE_UP, _DOWN):
+        for converter in transforms:
+            if not isinstance(converter, WeightConverter) or not any(
+                target.endswith(parameter) for target in converter.target_patterns
+            ):
+                continue
+            backwards = converter.reverse_transform()
+            first, matched = backwards.rename_source_key(f"{module}.{parameter}")
+            if matched is None:
+                continue
+            for pattern in backwards.target_patterns:
+                name = first.replace(backwards.target_patterns[0], pattern)
+                for renaming in renamings:
+                    name, _ = renaming.rename_source_key(name)
+                found.append(name)
+            break
+    if len(found) != 3 or not all(name.count(".*.") == 1 for name in found):
+        return ExpertNames(module, module)
+    prefixes, matrices = zip(*(name.removesuffix(".weight").split(".*.") for name in found), strict=True)
+    if len(set(prefixes)) != 1:
+        raise UnsupportedModelError(f"{module}: gate, up and down lie under different prefixes on disk: {found}")
+    return ExpertNames(module, prefixes[0], *matrices)
+
+
+def expert_tensors(
+    model: PreTrainedModel, modules: Iterable[str], keys: Iterable[str]
+) -> dict[str, list[ExpertTensor]]:
+    """Which tensors of a checkpoint hold the experts of each module.
+
+    Args:
+        model: the stock model on meta.
+        modules: paths of its experts modules.
+        keys: names of all tensors in the files.
+
+    Raises:
+        CheckpointError: a tensor under a module is not one that transformers' conversion makes into its experts.
+    """
+    transforms = get_model_conversion_mapping(model)
+    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+    converters = [t for t in transforms if isinstance(t, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    state = model.state_dict()
+    out: dict[str, list[ExpertTensor]] = {name: [] for name in modules}
+    # Renamings may depend on the order of keys; this is the loader's own order.
+    for key in sorted(keys, key=dot_natural_key):
+        renamed, _ = rename_source_key(key, renamings, [])
+        target, pattern = rename_source_key(renamed, [], converters, model.base_model_prefix, state)
+        if target not in state and key in state:
+            target, pattern = key, None
+        module, _, parameter = target.rpartition(".")
+        if module in out and parameter in (_GATE_UP, _DOWN):
+            converter = None if pattern is None else by_pattern[pattern]
+            found = _expert_tensor(key, renamed, parameter, converter, pattern)
+            if found is not None:
+                out[module].append(found)
+                continue
+        owner = _owner(target, out)
+        if owner is not None:
+            raise CheckpointError(
+                f"tensor {key!r} lies under the experts {owner!r}, but {type(model).__name__} has no use for it: "
+                f"expected {_GATE_UP} and {_DOWN}, fused or per expert"
+            )
+    return out
+
+
+def _owner(target: str, modules: dict[str, list[ExpertTensor]]) -> str | None:
+    """The experts module that a name lies under, if any."""
+    parts = target.split(".")
+    return next((name for n in range(1, len(parts)) if (name := ".".join(parts[:n])) in modules), None)
+
+
+def _expert_tensor(
+    key: str, renamed: str, parameter: str, converter: WeightConverter | None, pattern: str | None
+) -> ExpertTensor | None:
+    """What the tensor ``key`` is, by the operations of the converter that takes it in; None if they do something unknown.
+
+    ``renamed`` is the key after the renamings, which is what ``pattern`` matched.
+    """
+    operations = [] if converter is None else [type(operation) for operation in converter.operations]
+    if converter is None or pattern is None or operations == [Transpose]:
+        return ExpertTensor(key, "gate_up" if parameter == _GATE_UP else "down", None)
+    number = re.search(pattern.replace("*.", r"(\d+)\."), renamed)
+    # MergeModulelist stacks experts in the order of their numbers; Concatenate puts its first source first: gate, then up.
+    if operations != ([MergeModulelist, Concatenate] if parameter == _GATE_UP else [MergeModulelist]) or number is None:
+        return None
+    part: Part = "down"
+    if parameter == _GATE_UP:
+        part = "gate" if converter.source_patterns.index(pattern) == 0 else "up"
+    return ExpertTensor(key, part, int(number.group(1)))
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+_patch_lock = threading.Lock()
+
+
+@contextmanager
+def experts_replaced(model_class: type[PreTrainedModel], modules: dict[str, ExpertsModule]) -> Iterator[None]:
+    """Within the block, transformers' ``from_pretrained`` builds :class:`CpuExperts` wherever the model has experts.
+
+    The patch is global to the process while the block runs, so blocks exclude each other; at the end everything is as it was, also
+    after an error (transformers itself does not put the classes back when construction raises).
+    The experts' tensors, which the loader then finds unexpected, are declared as such so that it neither reads nor reports them.
+    """
+    stock = {module.stock.__name__: module.stock for module in modules.values()}
+    patterns = {f"^{re.escape(name)}$": CpuExperts for name in stock}
+    own_ignored = "_keys_to_ignore_on_load_unexpected" in vars(model_class)
+    ignored = model_class._keys_to_ignore_on_load_unexpected
+    with _patch_lock:
+        register_patch_mapping(patterns)
+        model_class._keys_to_ignore_on_load_unexpected = [
+            *(ignored or ()),
+            *(f"^{re.escape(name)}\\." for name in modules),
+        ]
+        try:
+            yield
+        finally:
+            if own_ignored:
+                model_class._keys_to_ignore_on_load_unexpected = ignored
+            else:
+                del model_class._keys_to_ignore_on_load_unexpected
+            unregister_patch_mapping(list(patterns))
+            for python_module in list(sys.modules.values()):
+                if getattr(python_module, "__name__", "").startswith("transformers"):
+                    for name, original in stock.items():
+                        if vars(python_module).get(name) is CpuExperts:
+                            setattr(python_module, name, original)
+
+
+__all__ = [
+    "ExpertsModule",
+    "UnsupportedModelError",
+    "expert_tensors",
+    "experts_modules",
+    "experts_replaced",
+    "stock_model",
+]

@@ -1,0 +1,141 @@
+"""``load_model``: a stock Hugging Face model whose routed experts are mapped from the checkpoint.
+
+Everything but the experts is built, read, renamed, tied and placed by transformers' own ``from_pretrained``; each experts module is a
+:class:`~ktft.experts.CpuExperts` pointing into the files. Nothing is quantised, converted or copied here.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ktft import families
+from ktft.checkpoint import Checkpoint, CheckpointError
+from ktft.experts import CpuExperts
+
+
+def load_model(
+    path_or_hub_id: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    revision: str | None = None,
+    recompute: bool = False,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Load a Mixture-of-Experts causal language model for training or inference, its routed experts on the CPU.
+
+    Args:
+        path_or_hub_id: a directory with ``config.json`` and safetensors files, or a Hugging Face hub id.
+        device: where everything but the routed experts goes; default the CPU.
+        dtype: of everything but the routed experts, which stay as published; default what the checkpoint says.
+        revision: branch, tag or commit of a hub id.
+        recompute: backward computes the experts' gate and up again instead of keeping 2·S·I values per layer.
+        trust_remote_code: allow the checkpoint to bring its own Python code.
+
+    Returns:
+        The stock model class, in eval mode.
+
+    Raises:
+        UnsupportedModelError: ktft cannot compute this family's experts exactly; raised before weights are read.
+        CheckpointError: a file or tensor is missing, damaged or misshapen, or changed while it was read.
+        ValueError: the path or hub id leads nowhere.
+    """
+    directory = _resolve(path_or_hub_id, revision, trust_remote_code)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    if getattr(config, "quantization_config", None) is not None:
+        method = dict(config.quantization_config).get("quant_method")
+        raise families.UnsupportedModelError(
+            f"{directory}: the checkpoint is quantised (quant_method {method!r}); this version reads bf16 and fp32 weights"
+        )
+    stock = families.stock_model(config, trust_remote_code=trust_remote_code)
+    modules = families.experts_modules(stock)
+    checkpoint = Checkpoint(directory)
+    tensors = families.expert_tensors(stock, modules, checkpoint.tensors)
+    weights = {
+        name: checkpoint.expert_weights(
+            name,
+            tensors[name],
+            num_experts=module.num_experts,
+            hidden_size=module.hidden_size,
+            intermediate_size=module.intermediate_size,
+        )
+        for name, module in modules.items()
+    }
+    target = torch.device(device or "cpu")
+    with families.experts_replaced(type(stock), modules):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype or "auto",
+            # Without a map transformers places on the CPU, and the Trainer remains free to move the model.
+            device_map=None if target.type == "cpu" else {"": target},
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    checkpoint.verify_unchanged()
+    for name, module in modules.items():
+        experts = model.get_submodule(name)
+        if not isinstance(experts, CpuExperts):
+            raise RuntimeError(f"{name} is a {type(experts).__name__}; expected transformers to build CpuExperts there")
+        experts.attach(weights[name], module.names, recompute=recompute)
+    _check_complete(model, info, directory)
+    model.config._name_or_path = model.name_or_path = os.fspath(path_or_hub_id)
+    model.save_pretrained = _refuse_to_save
+    return model
+
+
+def _resolve(path_or_hub_id: str | os.PathLike[str], revision: str | None, trust_remote_code: bool) -> Path:
+    """A local directory, from a path or through the hub's cache."""
+    name = os.fspath(path_or_hub_id)
+    if os.path.isdir(name):
+        if revision is not None:
+            raise ValueError(f"revision={revision!r} has no meaning for the local directory {name}; leave it out")
+        return Path(name)
+    if os.path.exists(name) or os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ValueError(f"{name} is not a directory; expected a directory with config.json and safetensors files")
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, HFValidationError, OSError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"cannot load {name!r}: no such directory here, not in the Hugging Face cache, and the hub did not answer ({first_line})"
+        ) from None
+
+
+def _check_complete(model: PreTrainedModel, info: dict[str, Any], directory: Path) -> None:
+    """Every parameter of the model came from the files, and every tensor of the files went somewhere."""
+    problems = [
+        f"{what} {sorted(str(key) for key in info[field])[:5]}"
+        for what, field in (
+            ("missing tensors", "missing_keys"),
+            ("tensors the model has no use for", "unexpected_keys"),
+            ("misshapen tensors", "mismatched_keys"),
+            ("errors", "error_msgs"),
+        )
+        if info.get(field)
+    ]
+    if problems:
+        raise CheckpointError(f"{directory} does not fit {type(model).__name__}: {'; '.join(problems)}")
+    on_meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if on_meta:
+        raise RuntimeError(f"{type(model).__name__}: no value was loaded for {on_meta[:5]}")
+
+
+def _refuse_to_save(*args: object, **kwargs: object) -> NoReturn:
+    raise RuntimeError(
+        "save_pretrained of this model is refused: its routed experts are mapped from the checkpoint's own files and are not part of "
+        "the model's state, so the result would lack them. To save an adapter call save_pretrained of the PeftModel "
+        "(ktft.get_peft_model); to copy the base model, copy its directory; model.config.save_pretrained works."
+    )
+
+
+__all__ = ["load_model"]
