@@ -1,31 +1,22 @@
 """From a directory of safetensors files to addresses of expert weights, without reading them.
 
-:class:`Checkpoint` parses the headers of ``model.safetensors`` or of every shard that ``model.safetensors.index.json`` names, checks
-them strictly, and turns expert tensors into :class:`~ktft.weights.ExpertWeights` over read-only, shared file mappings:
+:class:`Checkpoint` parses the headers of ``model.safetensors`` or of every shard that
+``model.safetensors.index.json`` names, checks them strictly, and turns expert tensors into
+:class:`~ktft.weights.ExpertWeights` over read-only, shared file mappings:
 
     per expert    {prefix}.{e}.gate_proj.weight [I, H], up likewise, down [H, I]
     fused         gate_up [E, 2I, H] (gate rows first) and down [E, H, I]
     transposed    gate_up [E, H, 2I] and down [E, I, H]; told from the shapes in the files
 
-One file is mapped once per process; two loads share the mapping. Files are identified by device, inode, size and modification time:
-one that changes while it is being loaded, or while a model is still mapped onto it, is an error at the next look.
-
-A mapping of a file that somebody truncates kills the process, so whoever writes uses :func:`replacing` (a temporary name, then a
-rename) and :func:`refuse_if_mapped`.
-
-This module knows nothing of model families: which tensor is which expert's is told to it (``families.py``).
+Mapping itself is ``mapping.py``'s. This module knows nothing of model families: which tensor is which expert's is told
+to it (``families.py``).
 """
 
 from __future__ import annotations
 
 import json
-import mmap
 import os
-import tempfile
-import threading
-import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -33,29 +24,12 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from ktft.formats import EXPERT_FORMATS, tensor_bytes
+from ktft.mapping import CheckpointError, FileIdentity, check_mapped, map_file
 from ktft.weights import FORMATS, ExpertMatrices, ExpertWeights
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names file, tensor, what was expected and what was found."""
-
-
-@dataclass(frozen=True)
-class FileIdentity:
-    """What tells one version of a file from another."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileIdentity:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -79,100 +53,6 @@ class ExpertTensor:
     key: str
     part: Part
     expert: int | None
-
-
-# --- mappings ---------------------------------------------------------------------------------------------------------
-
-
-class FileMapping:
-    """A whole file, mapped read-only and shared; unmapped when the last reference goes."""
-
-    def __init__(self, path: Path, identity: FileIdentity) -> None:
-        self.path, self.identity = path, identity
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            found = FileIdentity.of(os.fstat(descriptor))
-            if found != identity:
-                raise CheckpointError(f"{path} changed while it was being loaded: expected {identity}, found {found}")
-            self._map = mmap.mmap(descriptor, identity.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        finally:
-            os.close(descriptor)
-        # numpy gives the address of a read-only buffer, and its export keeps the mapping from being closed by hand.
-        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
-        self.address = int(self._bytes.ctypes.data)
-        if FileIdentity.of(os.stat(path)) != identity:
-            raise CheckpointError(f"{path} changed while it was being mapped; load it again when nothing writes to it")
-
-
-_lock = threading.Lock()
-_mappings: weakref.WeakValueDictionary[str, FileMapping] = weakref.WeakValueDictionary()
-
-
-def _map_file(path: Path, identity: FileIdentity) -> FileMapping:
-    """The process's one mapping of a file."""
-    real = os.path.realpath(path)
-    with _lock:
-        mapping = _mappings.get(real)
-        if mapping is None:
-            mapping = _mappings[real] = FileMapping(Path(real), identity)
-    _check_mapped(path, identity)
-    return mapping
-
-
-def _check_mapped(path: Path, identity: FileIdentity) -> None:
-    """Raise if a model of this process is mapped onto another version of the file."""
-    with _lock:
-        mapping = _mappings.get(os.path.realpath(path))
-    if mapping is not None and mapping.identity != identity:
-        raise CheckpointError(
-            f"{path} changed while a model of this process is mapped onto it: it was {mapping.identity}, it is {identity}. "
-            "Delete that model (or start a new process), then load again."
-        )
-
-
-def is_mapped_source(path: str | os.PathLike[str]) -> bool:
-    """Whether a model of this process is mapped onto this file, by whatever name it is called here."""
-    try:
-        status = os.stat(path)
-    except OSError:
-        return False
-    key = (status.st_dev, status.st_ino)
-    return any((m.identity.device, m.identity.inode) == key for m in list(_mappings.values()))
-
-
-def refuse_if_mapped(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError if writing to ``path`` would write onto a checkpoint file that is in use.
-
-    For code that writes files: changing a mapped file changes a running model, and truncating it kills the process.
-    """
-    if is_mapped_source(path):
-        raise ValueError(
-            f"writing onto {os.fspath(path)} is refused: the experts of a loaded model are mapped from this file. "
-            "Write to another directory."
-        )
-
-
-@contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Write a file so that nobody ever sees half of it: yields a temporary path beside ``path``, renamed onto it at the end.
-
-    If the block raises, ``path`` is left as it was. Refuses a mapped checkpoint file.
-    """
-    refuse_if_mapped(path)
-    target = Path(path)
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent)
-    os.close(descriptor)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with temporary.open("rb") as written:
-            os.fsync(written.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # --- headers ----------------------------------------------------------------------------------------------------------
@@ -274,8 +154,8 @@ class Checkpoint:
         """Read and check the headers.
 
         Raises:
-            CheckpointError: there are no safetensors files, the index and the files disagree, a file is damaged, or it changed
-                under a model that is still mapped onto it.
+            CheckpointError: there are no safetensors files, the index and the files disagree, a file is damaged, or
+                it changed under a model that is still mapped onto it.
         """
         self.directory = Path(directory)
         self.tensors: dict[str, Tensor] = {}
@@ -285,7 +165,7 @@ class Checkpoint:
             if not file.is_file():
                 raise CheckpointError(f"{self.directory / INDEX_FILE} names {file.name}, which does not exist")
             tensors, identity = read_header(file)
-            _check_mapped(file, identity)
+            check_mapped(file, identity)
             for name, tensor in tensors.items():
                 if name in self.tensors:
                     raise CheckpointError(f"tensor {name!r} is in two files: {self.tensors[name].file} and {file}")
@@ -307,8 +187,8 @@ class Checkpoint:
         if not path.is_file():
             found = sorted(p.name for p in self.directory.glob("*") if p.suffix in {".safetensors", ".bin", ".gguf"})
             raise CheckpointError(
-                f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}; weight files found: {found or 'none'}. "
-                "Only safetensors checkpoints can be mapped."
+                f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}; weight files found: "
+                f"{found or 'none'}. Only safetensors checkpoints can be mapped."
             )
         weight_map = _json_object(path.read_bytes(), str(path)).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
@@ -364,7 +244,8 @@ class Checkpoint:
             if item.expert in parts[item.part]:
                 other = parts[item.part][item.expert]
                 raise CheckpointError(
-                    f"{tensor.file}: {tensor.name!r} and {other.name!r} in {other.file} are both {item.part} of {prefix}"
+                    f"{tensor.file}: tensor {tensor.name!r} is {item.part} of {prefix}, expert {item.expert}, and so "
+                    f"is {other.name!r} in {other.file}; expected one of them"
                 )
             parts[item.part][item.expert] = tensor
         fused = None in parts["gate_up"]
@@ -374,7 +255,7 @@ class Checkpoint:
             expected = {"gate": every, "up": every, "down": every, "gate_up": []}
         self._check_complete(prefix, parts, expected)
         used = [tensor for part in parts.values() for tensor in part.values()]
-        mappings = {file: _map_file(file, self._identities[file]) for file in sorted({tensor.file for tensor in used})}
+        mappings = {file: map_file(file, self._identities[file]) for file in sorted({tensor.file for tensor in used})}
 
         def address(tensor: Tensor) -> int:
             return mappings[tensor.file].address + tensor.begin
@@ -411,8 +292,8 @@ class Checkpoint:
             size = FORMATS[EXPERT_FORMATS[tensor.dtype]].itemsize
             if tensor.begin % size:
                 raise CheckpointError(
-                    f"{tensor.file}: expert tensor {tensor.name!r} begins at byte {tensor.begin}; expected a multiple of "
-                    f"{size}. Write the file again with a current safetensors library."
+                    f"{tensor.file}: expert tensor {tensor.name!r} begins at byte {tensor.begin}; expected a multiple "
+                    f"of {size}. Write the file again with a current safetensors library."
                 )
         return ExpertWeights(gate, up, down, hidden_size=h, intermediate_size=i, owner=tuple(mappings.values()))
 
@@ -423,30 +304,31 @@ class Checkpoint:
             missing = [expert for expert in experts if expert not in parts[part]]
             extra = [tensor for expert, tensor in parts[part].items() if expert not in experts]
             if missing:
-                whose = (
-                    "all experts" if missing[0] is None else f"experts {missing[:8]}{' …' if len(missing) > 8 else ''}"
-                )
+                whose = "all experts" if missing[0] is None else f"experts {missing[:8]}"
                 raise CheckpointError(
-                    f"{self.directory}: {prefix}: expected {part} of {len(experts) if experts[0] is not None else 'all'} "
-                    f"experts, found {len(parts[part])} tensors; missing: {part} of {whose}"
+                    f"{self.directory}: {prefix}: expected {len(experts)} tensors for {part}, "
+                    f"found {len(parts[part])}; missing: {part} of {whose}"
                 )
             if extra:
                 raise CheckpointError(
-                    f"{extra[0].file}: tensor {extra[0].name!r}: {prefix} has both per-expert and fused tensors; expected one kind"
+                    f"{extra[0].file}: tensor {extra[0].name!r}: {prefix} has both per-expert and fused tensors; "
+                    "expected one kind"
                 )
 
 
 def _check_shape(tensor: Tensor, expected: tuple[int, ...]) -> None:
     if tensor.shape != expected:
         raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r}: expected shape {list(expected)} by the config, found {list(tensor.shape)}"
+            f"{tensor.file}: tensor {tensor.name!r}: expected shape {list(expected)} by the config, "
+            f"found {list(tensor.shape)}"
         )
 
 
 def _check_like(tensor: Tensor, first: Tensor) -> None:
     if tensor.dtype != first.dtype:
         raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r}: expected dtype {first.dtype} like {first.name!r}, found {tensor.dtype}"
+            f"{tensor.file}: tensor {tensor.name!r}: expected dtype {first.dtype} like {first.name!r}, "
+            f"found {tensor.dtype}"
         )
 
 
@@ -470,11 +352,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "ExpertTensor",
-    "FileIdentity",
-    "FileMapping",
     "Tensor",
-    "is_mapped_source",
     "read_header",
-    "refuse_if_mapped",
-    "replacing",
 ]

@@ -1,10 +1,12 @@
 """``CpuExperts``: the module that takes the place of a Hugging Face experts module.
 
-It keeps transformers' experts contract, (hidden [T, H], top_k_index [T, k], top_k_weights [T, k]) -> hidden [T, H], and owns no
-weights: it points at an :class:`~ktft.weights.ExpertWeights`, which lies in file mappings. So nothing here is a parameter, nothing is
-in a state dict, and ``.to()``, ``.half()``, ``.cuda()`` and whatever else goes through ``_apply`` leave it alone.
+It keeps transformers' experts contract, (hidden [T, H], top_k_index [T, k], top_k_weights [T, k]) -> hidden [T, H],
+and owns no weights: it points at an :class:`~ktft.weights.ExpertWeights`, which lies in file mappings. So nothing here
+is a parameter, nothing is in a state dict, and ``.to()``, ``.half()``, ``.cuda()`` and whatever else goes through
+``_apply`` leave it alone.
 
-Routing, shared experts and everything around stay in the stock model. Loading is ``model.py``'s, expert LoRA ``lora.py``'s.
+Routing, shared experts and everything around stay in the stock model. Loading is ``model.py``'s, expert LoRA
+``lora.py``'s.
 """
 
 from __future__ import annotations
@@ -43,16 +45,17 @@ class ExpertNames:
 class CpuExperts(nn.Module):
     """Routed experts computed on the CPU from mapped weights.
 
-    It is built empty, with the constructor signature of a stock experts class (the arguments are not used: every size comes from
-    the weights), and filled by :meth:`attach`. ``copy.deepcopy`` shares the weights; pickling raises.
+    It is built empty, with the constructor signature of a stock experts class (the arguments are not used: every size
+    comes from the weights), and filled by :meth:`attach`. ``copy.deepcopy`` shares the weights; pickling raises.
 
     Attributes:
         weights: where the experts lie; None until :meth:`attach`.
         names: how they are called; None until :meth:`attach`.
         num_experts, hidden_size, intermediate_size: E, H, I; 0 until :meth:`attach`.
-        recompute: False keeps gate and up pre-activations for backward (2·S·I values in the compute dtype), True keeps nothing
-            and computes them again.
-        weight: an empty CPU buffer that never moves; code that asks a layer where its weight is (PEFT) gets the right answer.
+        recompute: False keeps gate and up pre-activations for backward (2·S·I values in the compute dtype), True
+            keeps nothing and computes them again.
+        weight: an empty CPU buffer that never moves; code that asks a layer where its weight is (PEFT) gets the right
+            answer.
     """
 
     weight: torch.Tensor
@@ -132,9 +135,9 @@ class CpuExperts(nn.Module):
         refused = sorted(key for key in state_dict if key.startswith(prefix))
         if refused:
             error_msgs.append(
-                f"{len(refused)} tensors lie under {prefix.rstrip('.')!r}, whose weights are mapped from the checkpoint and cannot be"
-                f" loaded from a state dict; the first is {refused[0]!r}. An adapter is loaded with ktft.load_adapter, other"
-                " weights by loading another checkpoint with ktft.load_model."
+                f"{len(refused)} tensors lie under {prefix.rstrip('.')!r}, whose weights are mapped from the "
+                f"checkpoint and cannot be loaded from a state dict; the first is {refused[0]!r}. An adapter is loaded with "
+                "ktft.load_adapter, other weights by loading another checkpoint with ktft.load_model."
             )
 
     def extra_repr(self) -> str:

@@ -1,11 +1,13 @@
 """What the installed transformers says about a model's experts, and whether ktft computes the same function.
 
-There is no table of families. transformers marks every experts class that follows its experts contract with layout attributes, and
-describes how published tensors become the model's parameters; from these come the experts modules, their sizes, their names on disk,
-and which tensor is which expert's. A family is accepted when the stock class's own eager forward, run at a tiny size on inputs of
-several magnitudes, equals :func:`ktft.reference.moe_experts`; otherwise it is refused before any weight is read.
+There is no table of families. transformers marks every experts class that follows its experts contract with layout
+attributes, and describes how published tensors become the model's parameters; from these come the experts modules,
+their sizes, their names on disk, and which tensor is which expert's. A family is accepted when the stock class's own
+eager forward, run at a tiny size on inputs of several magnitudes, equals :func:`ktft.reference.moe_experts`;
+otherwise it is refused before any weight is read.
 
-This is the one module that touches transformers' internals (written for >= 5.17, < 6); each touch says what it relies on.
+This is the one module that touches transformers' internals (written for >= 5.17, < 6); each touch says what it relies
+on.
 """
 
 from __future__ import annotations
@@ -70,18 +72,21 @@ def stock_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) ->
     try:
         with torch.device("meta"):
             # from_config writes into the config it is given.
-            return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                copy.deepcopy(config), trust_remote_code=trust_remote_code
+            )
     except ValueError as error:
         raise UnsupportedModelError(
             f"transformers builds no causal language model from a {config.model_type!r} config: {error}"
         ) from None
+    return model
 
 
 def experts_modules(model: PreTrainedModel) -> dict[str, ExpertsModule]:
     """The experts modules of a stock model, by module path, each checked to compute what ktft computes.
 
     Raises:
-        UnsupportedModelError: there are none, or one computes something else; names the family, the class and the reason.
+        UnsupportedModelError: there are none, or one computes something else; names family, class and reason.
     """
     family = model.config.model_type
     found = {name: module for name, module in model.named_modules() if vars(module).keys() >= _LAYOUT}
@@ -187,8 +192,9 @@ def _probe(module: nn.Module) -> float:
 def _published_names(model: PreTrainedModel, module: str) -> ExpertNames:
     """What the family's published checkpoints call this module's experts.
 
-    transformers' conversion mapping, read backwards, turns ``{module}.gate_up_proj`` into per-expert names with ``*`` for the
-    expert. A family that publishes fused tensors has no such names; then the module's path and gate_proj, up_proj, down_proj serve.
+    transformers' conversion mapping, read backwards, turns ``{module}.gate_up_proj`` into per-expert names with ``*``
+    for the expert. A family that publishes fused tensors has no such names; then the module's path and gate_proj,
+    up_proj, down_proj serve.
     """
     # PrefixChange and legacy renames describe old files, not how the family names its tensors today.
     transforms = [
@@ -272,7 +278,7 @@ def _owner(target: str, modules: dict[str, list[ExpertTensor]]) -> str | None:
 def _expert_tensor(
     key: str, renamed: str, parameter: str, converter: WeightConverter | None, pattern: str | None
 ) -> ExpertTensor | None:
-    """What the tensor ``key`` is, by the operations of the converter that takes it in; None if they do something unknown.
+    """What the tensor ``key`` is, by the operations of the converter that takes it in; None if they are unknown.
 
     ``renamed`` is the key after the renamings, which is what ``pattern`` matched.
     """
@@ -280,7 +286,7 @@ def _expert_tensor(
     if converter is None or pattern is None or operations == [Transpose]:
         return ExpertTensor(key, "gate_up" if parameter == _GATE_UP else "down", None)
     number = re.search(pattern.replace("*.", r"(\d+)\."), renamed)
-    # MergeModulelist stacks experts in the order of their numbers; Concatenate puts its first source first: gate, then up.
+    # MergeModulelist stacks experts in the order of their numbers; Concatenate puts its first source, gate, first.
     if operations != ([MergeModulelist, Concatenate] if parameter == _GATE_UP else [MergeModulelist]) or number is None:
         return None
     part: Part = "down"
@@ -298,12 +304,13 @@ _patch_lock = threading.Lock()
 def experts_replaced(model_class: type[PreTrainedModel], modules: dict[str, ExpertsModule]) -> Iterator[None]:
     """Within the block, transformers' ``from_pretrained`` builds :class:`CpuExperts` wherever the model has experts.
 
-    The patch is global to the process while the block runs, so blocks exclude each other; at the end everything is as it was, also
-    after an error (transformers itself does not put the classes back when construction raises).
-    The experts' tensors, which the loader then finds unexpected, are declared as such so that it neither reads nor reports them.
+    The patch is global to the process while the block runs, so blocks exclude each other; at the end everything is as
+    it was, also after an error (transformers itself does not put the classes back when construction raises). The
+    experts' tensors, which the loader then finds unexpected, are declared as such so that it neither reads nor
+    reports them.
     """
     stock = {module.stock.__name__: module.stock for module in modules.values()}
-    patterns = {f"^{re.escape(name)}$": CpuExperts for name in stock}
+    patterns: dict[str, type[nn.Module]] = {f"^{re.escape(name)}$": CpuExperts for name in stock}
     own_ignored = "_keys_to_ignore_on_load_unexpected" in vars(model_class)
     ignored = model_class._keys_to_ignore_on_load_unexpected
     with _patch_lock:

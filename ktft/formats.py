@@ -1,7 +1,7 @@
 """On-disk formats: what a safetensors dtype is called, how wide it is, and which of them hold expert weights.
 
-Adding a format that the kernels decode is a row in :data:`EXPERT_FORMATS` here, a row in ``ktft.weights.FORMATS`` and a decoder in
-the kernels. This module knows names and sizes only; it opens no files.
+Adding a format that the kernels decode is a row in :data:`EXPERT_FORMATS` here, a row in ``ktft.weights.FORMATS`` and
+a decoder in the kernels. This module knows names and sizes only; it opens no files.
 """
 
 from __future__ import annotations

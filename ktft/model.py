@@ -1,7 +1,8 @@
 """``load_model``: a stock Hugging Face model whose routed experts are mapped from the checkpoint.
 
-Everything but the experts is built, read, renamed, tied and placed by transformers' own ``from_pretrained``; each experts module is a
-:class:`~ktft.experts.CpuExperts` pointing into the files. Nothing is quantised, converted or copied here.
+Everything but the experts is built, read, renamed, tied and placed by transformers' own ``from_pretrained``; each
+experts module is a :class:`~ktft.experts.CpuExperts` pointing into the files. Nothing is quantised, converted or
+copied here.
 """
 
 from __future__ import annotations
@@ -49,10 +50,12 @@ def load_model(
     """
     directory = _resolve(path_or_hub_id, revision, trust_remote_code)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    if getattr(config, "quantization_config", None) is not None:
-        method = dict(config.quantization_config).get("quant_method")
+    quantization = config.to_dict().get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method")
         raise families.UnsupportedModelError(
-            f"{directory}: the checkpoint is quantised (quant_method {method!r}); this version reads bf16 and fp32 weights"
+            f"{directory}: the checkpoint is quantised (quant_method {method!r}); "
+            "this version reads bf16 and fp32 weights"
         )
     stock = families.stock_model(config, trust_remote_code=trust_remote_code)
     modules = families.experts_modules(stock)
@@ -69,8 +72,9 @@ def load_model(
         for name, module in modules.items()
     }
     target = torch.device(device or "cpu")
+    model: PreTrainedModel
     with families.experts_replaced(type(stock), modules):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=dtype or "auto",
@@ -80,6 +84,7 @@ def load_model(
             use_safetensors=True,
             output_loading_info=True,
         )
+    model, info = loaded
     checkpoint.verify_unchanged()
     for name, module in modules.items():
         experts = model.get_submodule(name)
@@ -88,7 +93,8 @@ def load_model(
         experts.attach(weights[name], module.names, recompute=recompute)
     _check_complete(model, info, directory)
     model.config._name_or_path = model.name_or_path = os.fspath(path_or_hub_id)
-    model.save_pretrained = _refuse_to_save
+    # On the instance, not in a subclass: the class stays the stock one, and a deep copy keeps the refusal.
+    vars(model)["save_pretrained"] = _refuse_to_save
     return model
 
 
@@ -107,7 +113,8 @@ def _resolve(path_or_hub_id: str | os.PathLike[str], revision: str | None, trust
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, HFValidationError, OSError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
-            f"cannot load {name!r}: no such directory here, not in the Hugging Face cache, and the hub did not answer ({first_line})"
+            f"cannot load {name!r}: no such directory, not in the Hugging Face cache, and not to be had from the hub "
+            f"({first_line})"
         ) from None
 
 
@@ -121,7 +128,7 @@ def _check_complete(model: PreTrainedModel, info: dict[str, Any], directory: Pat
             ("misshapen tensors", "mismatched_keys"),
             ("errors", "error_msgs"),
         )
-        if info.get(field)
+        if info[field]
     ]
     if problems:
         raise CheckpointError(f"{directory} does not fit {type(model).__name__}: {'; '.join(problems)}")
@@ -132,9 +139,10 @@ def _check_complete(model: PreTrainedModel, info: dict[str, Any], directory: Pat
 
 def _refuse_to_save(*args: object, **kwargs: object) -> NoReturn:
     raise RuntimeError(
-        "save_pretrained of this model is refused: its routed experts are mapped from the checkpoint's own files and are not part of "
-        "the model's state, so the result would lack them. To save an adapter call save_pretrained of the PeftModel "
-        "(ktft.get_peft_model); to copy the base model, copy its directory; model.config.save_pretrained works."
+        "save_pretrained of this model is refused: its routed experts are mapped from the checkpoint's own files and "
+        "are not part of the model's state, so the result would lack them. To save an adapter call save_pretrained of "
+        "the PeftModel (ktft.get_peft_model); to copy the base model, copy its directory; "
+        "model.config.save_pretrained works."
     )
 
 

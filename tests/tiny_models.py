@@ -1,7 +1,8 @@
 """Tiny random checkpoints of the model families ktft is tested with, written by stock transformers in bf16.
 
-Every family has I != H/2 (except where asked for), H and I that are no multiples of 16, distinct random experts whose outputs are
-of the order of the residual stream, so that a wrong expert, a swapped gate and up, or a lost routing weight shows in the logits.
+Every family has I != H/2 (except where asked for), H and I that are no multiples of 16, distinct random experts whose
+outputs are of the order of the residual stream, so that a wrong expert, a swapped gate and up, or a lost routing
+weight shows in the logits.
 
     config = tiny_config("mixtral")                      # a stock config, fields overridable by keyword
     directory = tiny_checkpoint("mixtral", tmp_path)     # writes config.json and model.safetensors, returns the path
@@ -107,7 +108,7 @@ def tiny_config(family: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
-    """The stock model with deterministic random weights, in eval mode. torch's global random state is left as it was."""
+    """The stock model with deterministic random weights, in eval mode; torch's global random state stays as it was."""
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
