@@ -1,24 +1,409 @@
 """The torch op ``ktft::moe_experts``: schema, CPU and CUDA entries, fake, autograd. The only importer of the extension.
 
-The schema is final (see docs/design.md). What backward needs is an *output* of the forward op, so that selective checkpointing and
-torch.compile can see and keep it; the op itself is pure.
+What backward needs is an *output* of the forward op (torch.library's rule), so that selective checkpointing can keep it and
+torch.compile can see it. The op is pure: no state between calls, any number of forwards before any number of backwards, from
+several threads. Modules call :func:`moe_experts`; the raw op is ``torch.ops.ktft.moe_experts``.
+
+Environment, read once at import: ``KTFT_ISA`` (a level of :func:`cpu_report`; a level above the machine is an error) and
+``KTFT_THREADS`` (default: ``torch.get_num_threads()`` at each call).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import difflib
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ktft import reference, weights as expert_weights
-from ktft.weights import ExpertWeights
+from ktft import _C
+from ktft.weights import FORMATS, LORA_NAMES, ExpertWeights, lookup, lora_shapes
+
+MAX_RANK = 256
+MAX_ADAPTERS: int = _C.MAX_ADAPTERS
+_COMPUTE = {torch.bfloat16: 0, torch.float32: 1}
+_FORMAT_CODES = {"bf16": 0, "fp32": 1}
+_LORA_FORMATS = {torch.bfloat16: 0, torch.float32: 1}
+
+
+# --- ISA level and threads -------------------------------------------------------------------------------------------------------
+
+
+def isa_levels(features: dict[str, bool] | None = None) -> dict[str, str]:
+    """Every ISA level, lowest first, with the CPU features it lacks ('' if it may run on this machine, or on ``features``)."""
+    return dict(_C.isa_levels(_C.cpu_features() if features is None else features))
+
+
+def choose_isa(requested: str | None, features: dict[str, bool] | None = None) -> tuple[str, str]:
+    """The level to run and why: the best one available, or ``requested`` (a level's name, or None / "auto").
+
+    Raises:
+        ValueError: the requested level is unknown, or above the machine.
+    """
+    levels = isa_levels(features)
+    available = [name for name, missing in levels.items() if not missing]
+    if requested in (None, "", "auto"):
+        above = [f"{name} lacks {missing}" for name, missing in levels.items() if missing]
+        return available[-1], "the best level this CPU offers" + (f" ({'; '.join(above)})" if above else "")
+    assert requested is not None
+    if requested not in levels:
+        near = difflib.get_close_matches(requested, levels, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"KTFT_ISA={requested!r} is not a level; valid: auto, {', '.join(levels)}{hint}")
+    if levels[requested]:
+        raise ValueError(
+            f"KTFT_ISA={requested} cannot run on this CPU, which lacks {levels[requested]}. "
+            f"Available: {', '.join(available)}; unset KTFT_ISA to take {available[-1]}."
+        )
+    return requested, "asked for by KTFT_ISA"
+
+
+def _threads_from_environment() -> int | None:
+    text = os.environ.get("KTFT_THREADS")
+    if not text:
+        return None
+    if not text.isdigit() or not 1 <= int(text) <= 4096:
+        raise ValueError(f"KTFT_THREADS={text!r} must be a whole number from 1 to 4096")
+    return int(text)
+
+
+_isa, _isa_reason = choose_isa(os.environ.get("KTFT_ISA"))
+_threads: int | None = _threads_from_environment()
+
+
+def num_threads() -> int:
+    """Threads the kernels use: ``KTFT_THREADS`` if set, else ``torch.get_num_threads()``."""
+    return torch.get_num_threads() if _threads is None else _threads
+
+
+@contextlib.contextmanager
+def override(*, isa: str | None = None, threads: int | None = None) -> Iterator[None]:
+    """Run the kernels at another ISA level or thread count (process-wide) within the block. For tests and benchmarks."""
+    global _isa, _threads
+    before = _isa, _threads
+    try:
+        if isa is not None:
+            _isa = choose_isa(isa)[0]
+        if threads is not None:
+            _threads = threads
+        yield
+    finally:
+        _isa, _threads = before
+
+
+def cpu_report() -> dict[str, Any]:
+    """What the kernels see: ``features``, ``levels`` (available), ``missing`` (per level), ``chosen``, ``reason``, ``threads``, ``build``."""
+    levels = isa_levels()
+    return {
+        "features": _C.cpu_features(),
+        "levels": [name for name, missing in levels.items() if not missing],
+        "missing": {name: missing for name, missing in levels.items() if missing},
+        "chosen": _isa,
+        "reason": _isa_reason,
+        "threads": num_threads(),
+        "build": {"compiler": f"g++ {_C.COMPILER}", "extension": _C.__file__},
+    }
+
+
+# --- schema and checks -----------------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("ktft", "DEF")
-_library.define(
-    "moe_experts(Tensor hidden, Tensor top_k_index, Tensor top_k_weights, int weights, Tensor[] lora, float[] scaling,"
-    " Tensor? adapter_ids, float dropout_p, int dropout_seed, bool save) -> (Tensor, Tensor)"
+_ARGUMENTS = (
+    "Tensor hidden, Tensor top_k_index, Tensor top_k_weights, int weights, Tensor[] lora, float[] scaling, "
+    "Tensor? adapter_ids, float dropout_p, int dropout_seed"
 )
+_library.define(f"moe_experts({_ARGUMENTS}, bool save) -> (Tensor, Tensor)")
+_library.define(
+    f"moe_experts_backward(Tensor grad, Tensor saved, {_ARGUMENTS}, bool need_hidden, bool need_weights, bool need_lora)"
+    " -> (Tensor, Tensor, Tensor[])"
+)
+
+
+def _check(
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weights: ExpertWeights,
+    lora: Sequence[torch.Tensor],
+    scaling: Sequence[float],
+    adapter_ids: torch.Tensor | None,
+    dropout_p: float,
+) -> None:
+    """Shapes and dtypes of one call; everything the kernels take on trust.
+
+    Raises:
+        ValueError: naming the argument, what it is and what was expected.
+    """
+    e, h, i = weights.num_experts, weights.hidden_size, weights.intermediate_size
+    if hidden.dim() != 2 or hidden.shape[1] != h or hidden.dtype not in _COMPUTE:
+        raise ValueError(
+            f"hidden must be [T, {h}] in bfloat16 or float32, got {tuple(hidden.shape)} {hidden.dtype}"
+        )
+    tokens = hidden.shape[0]
+    if top_k_index.dim() != 2 or top_k_index.shape[0] != tokens or top_k_index.dtype != torch.int64:
+        raise ValueError(f"top_k_index must be int64 [{tokens}, k], got {top_k_index.dtype} {tuple(top_k_index.shape)}")
+    if top_k_weights.shape != top_k_index.shape or not top_k_weights.is_floating_point():
+        raise ValueError(
+            f"top_k_weights must be floating-point {tuple(top_k_index.shape)}, "
+            f"got {top_k_weights.dtype} {tuple(top_k_weights.shape)}"
+        )
+    if len(lora) != len(LORA_NAMES) * len(scaling):
+        raise ValueError(f"{len(scaling)} scaling factors need {6 * len(scaling)} LoRA tensors, got {len(lora)}")
+    if len(scaling) > MAX_ADAPTERS:
+        raise ValueError(f"{len(scaling)} adapters in one call; at most {MAX_ADAPTERS}")
+    for n in range(len(scaling)):
+        tensors = lora[6 * n : 6 * n + 6]
+        rank = tensors[0].shape[1] if tensors[0].dim() == 3 else 0
+        if not 1 <= rank <= MAX_RANK:
+            raise ValueError(f"adapter {n}: gate_a must be [E, r, H] with 1 <= r <= {MAX_RANK}, got {tuple(tensors[0].shape)}")
+        for name, tensor, shape in zip(LORA_NAMES, tensors, lora_shapes(e, h, i, rank), strict=True):
+            if tuple(tensor.shape) != shape or tensor.dtype != tensors[0].dtype or tensor.dtype not in _LORA_FORMATS:
+                raise ValueError(
+                    f"adapter {n}: {name} must be {shape} in float32 (or bfloat16, without gradients), all six alike, "
+                    f"got {tuple(tensor.shape)} {tensor.dtype}"
+                )
+            if tensor.device.type not in ("cpu", "meta"):
+                raise ValueError(f"adapter {n}: {name} lies on {tensor.device}; expert LoRA lives on the CPU with the experts")
+    if adapter_ids is not None:
+        if adapter_ids.shape != (tokens,) or adapter_ids.dtype != torch.int64:
+            raise ValueError(f"adapter_ids must be int64 [{tokens}], got {adapter_ids.dtype} {tuple(adapter_ids.shape)}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
+
+
+# --- CPU -------------------------------------------------------------------------------------------------------------------------
+
+
+def _layer_call(
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weights: ExpertWeights,
+    lora: Sequence[torch.Tensor],
+    scaling: Sequence[float],
+    adapter_ids: torch.Tensor | None,
+    dropout_p: float,
+    dropout_seed: int,
+) -> tuple[Any, list[torch.Tensor]]:
+    """The extension's view of a checked call, and the tensors whose addresses it holds."""
+    x = hidden.contiguous()
+    index = top_k_index.contiguous()
+    route_weights = top_k_weights.to(torch.float32).contiguous()
+    factors = [t.contiguous() for t in lora]
+    held = [x, index, route_weights, *factors]
+    ids = 0
+    if adapter_ids is not None:
+        adapter_ids = adapter_ids.contiguous()
+        if adapter_ids.numel() and not -1 <= int(adapter_ids.min()) <= int(adapter_ids.max()) < len(scaling):
+            raise ValueError(
+                f"adapter_ids must lie in [-1, {len(scaling) - 1}], got {int(adapter_ids.min())} .. {int(adapter_ids.max())}"
+            )
+        held.append(adapter_ids)
+        ids = adapter_ids.data_ptr()
+    adapters = [
+        ([t.data_ptr() for t in factors[6 * n : 6 * n + 6]], _LORA_FORMATS[factors[6 * n].dtype], factors[6 * n].shape[1], s)
+        for n, s in enumerate(scaling)
+    ]
+    matrices = [
+        (m.addresses.ctypes.data, m.row_stride, _FORMAT_CODES[m.format], m.transposed)
+        for m in (weights.gate, weights.up, weights.down)
+    ]
+    call = _C.LayerCall(
+        tokens=x.shape[0],
+        top_k=index.shape[1],
+        experts=weights.num_experts,
+        hidden=weights.hidden_size,
+        intermediate=weights.intermediate_size,
+        x=x.data_ptr(),
+        top_k_index=index.data_ptr(),
+        top_k_weights=route_weights.data_ptr(),
+        matrices=matrices,
+        adapters=adapters,
+        adapter_ids=ids,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed & 0xFFFFFFFFFFFFFFFF,
+        compute=_COMPUTE[x.dtype],
+        isa=list(isa_levels_cached).index(_isa),
+        threads=num_threads(),
+    )
+    return call, held
+
+
+isa_levels_cached = isa_levels()
+
+
+def _saved_shape(top_k_index: torch.Tensor, weights: ExpertWeights, save: bool) -> tuple[Any, ...]:
+    if not save:
+        return (0,)
+    return (top_k_index.shape[0] * top_k_index.shape[1], 2, weights.intermediate_size)
+
+
+def _forward_cpu(
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weights: int,
+    lora: list[torch.Tensor],
+    scaling: list[float],
+    adapter_ids: torch.Tensor | None,
+    dropout_p: float,
+    dropout_seed: int,
+    save: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    experts = lookup(weights)
+    _check(hidden, top_k_index, top_k_weights, experts, lora, scaling, adapter_ids, dropout_p)
+    call, held = _layer_call(
+        hidden, top_k_index, top_k_weights, experts, lora, scaling, adapter_ids, dropout_p, dropout_seed
+    )
+    out = torch.empty_like(held[0])
+    saved = hidden.new_empty(_saved_shape(top_k_index, experts, save))
+    _C.forward(call, out.data_ptr(), saved.data_ptr() if save else 0)
+    return out, saved
+
+
+def _backward_cpu(
+    grad: torch.Tensor,
+    saved: torch.Tensor,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weights: int,
+    lora: list[torch.Tensor],
+    scaling: list[float],
+    adapter_ids: torch.Tensor | None,
+    dropout_p: float,
+    dropout_seed: int,
+    need_hidden: bool,
+    need_weights: bool,
+    need_lora: bool,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    experts = lookup(weights)
+    _check(hidden, top_k_index, top_k_weights, experts, lora, scaling, adapter_ids, dropout_p)
+    if need_lora and any(t.dtype != torch.float32 for t in lora):
+        raise ValueError("gradients of LoRA tensors need them in float32; bfloat16 copies are for serving")
+    call, _held = _layer_call(
+        hidden, top_k_index, top_k_weights, experts, lora, scaling, adapter_ids, dropout_p, dropout_seed
+    )
+    grad = grad.to(hidden.dtype).contiguous()
+    d_hidden = torch.empty(hidden.shape if need_hidden else (0,), dtype=hidden.dtype)
+    d_weights = torch.empty(top_k_weights.shape if need_weights else (0,), dtype=torch.float32)
+    # zeros come from the kernel lazily: experts without tokens keep exact zeros and cost nothing
+    d_lora = [torch.zeros(t.shape, dtype=torch.float32) for t in lora] if need_lora else []
+    _C.backward(
+        call,
+        grad.data_ptr(),
+        saved.data_ptr() if saved.numel() else 0,
+        d_hidden.data_ptr() if need_hidden else 0,
+        d_weights.data_ptr() if need_weights else 0,
+        [t.data_ptr() for t in d_lora],
+    )
+    return d_hidden, d_weights.to(top_k_weights.dtype), d_lora
+
+
+_library.impl("moe_experts", _forward_cpu, "CPU")
+_library.impl("moe_experts_backward", _backward_cpu, "CPU")
+
+
+# --- CUDA: through pinned host memory --------------------------------------------------------------------------------------------
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+def _forward_cuda(
+    hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, weights: int, lora: list[torch.Tensor],
+    scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float, dropout_seed: int, save: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Hidden states on the accelerator, experts and what backward needs of them on the host."""
+    host = [_to_host(t) for t in (hidden, top_k_index, top_k_weights)]
+    ids = None if adapter_ids is None else _to_host(adapter_ids)
+    torch.cuda.current_stream(hidden.device).synchronize()
+    out, saved = _forward_cpu(*host, weights, lora, scaling, ids, dropout_p, dropout_seed, save)
+    return out.pin_memory().to(hidden.device, non_blocking=True), saved
+
+
+def _backward_cuda(
+    grad: torch.Tensor, saved: torch.Tensor, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
+    weights: int, lora: list[torch.Tensor], scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float,
+    dropout_seed: int, need_hidden: bool, need_weights: bool, need_lora: bool,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    device = hidden.device
+    host_grad, *host = [_to_host(t) for t in (grad, hidden, top_k_index, top_k_weights)]
+    ids = None if adapter_ids is None else _to_host(adapter_ids)
+    torch.cuda.current_stream(device).synchronize()
+    d_hidden, d_weights, d_lora = _backward_cpu(
+        host_grad, saved, *host, weights, lora, scaling, ids, dropout_p, dropout_seed, need_hidden, need_weights, need_lora
+    )
+    return d_hidden.to(device), d_weights.to(device), d_lora
+
+
+_library.impl("moe_experts", _forward_cuda, "CUDA")
+_library.impl("moe_experts_backward", _backward_cuda, "CUDA")
+
+
+# --- fake and autograd -----------------------------------------------------------------------------------------------------------
+
+
+@torch.library.register_fake("ktft::moe_experts", lib=_library)
+def _forward_fake(
+    hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, weights: int, lora: list[torch.Tensor],
+    scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float, dropout_seed: int, save: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    saved = torch.empty(_saved_shape(top_k_index, lookup(weights), save), dtype=hidden.dtype, device="cpu")
+    return torch.empty_like(hidden, memory_format=torch.contiguous_format), saved
+
+
+@torch.library.register_fake("ktft::moe_experts_backward", lib=_library)
+def _backward_fake(
+    grad: torch.Tensor, saved: torch.Tensor, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
+    weights: int, lora: list[torch.Tensor], scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float,
+    dropout_seed: int, need_hidden: bool, need_weights: bool, need_lora: bool,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    d_hidden = hidden.new_empty(hidden.shape if need_hidden else (0,))
+    d_weights = top_k_weights.new_empty(top_k_weights.shape if need_weights else (0,))
+    return d_hidden, d_weights, [torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in lora if need_lora]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    hidden, top_k_index, top_k_weights, weights, lora, scaling, adapter_ids, dropout_p, dropout_seed, _save = inputs
+    ctx.save_for_backward(output[1], hidden, top_k_index, top_k_weights, adapter_ids, *lora)
+    ctx.mark_non_differentiable(output[1])
+    ctx.weights = lookup(weights)  # a strong reference: backward works after the model is gone
+    ctx.scaling, ctx.dropout_p, ctx.dropout_seed = scaling, dropout_p, dropout_seed
+    ctx.needs = (hidden.requires_grad, top_k_weights.requires_grad, [t.requires_grad for t in lora])
+
+
+def _backward(ctx: Any, grad_out: torch.Tensor, _grad_saved: torch.Tensor | None) -> tuple[Any, ...]:
+    saved, hidden, top_k_index, top_k_weights, adapter_ids, *lora = ctx.saved_tensors
+    need_hidden, need_weights, need_factors = ctx.needs
+    d_hidden, d_weights, d_lora = torch.ops.ktft.moe_experts_backward(
+        grad_out, saved, hidden, top_k_index, top_k_weights, ctx.weights.id, lora, ctx.scaling, adapter_ids,
+        ctx.dropout_p, ctx.dropout_seed, need_hidden, need_weights, any(need_factors),
+    )  # fmt: skip
+    return (
+        d_hidden if need_hidden else None,
+        None,
+        d_weights if need_weights else None,
+        None,
+        [g if need else None for g, need in zip(d_lora, need_factors, strict=True)] if any(need_factors) else [None] * len(lora),
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
+
+
+torch.library.register_autograd("ktft::moe_experts", _backward, setup_context=_setup_context, lib=_library)
+
+
+# --- what modules call -----------------------------------------------------------------------------------------------------------
 
 
 def moe_experts(
@@ -34,7 +419,44 @@ def moe_experts(
     dropout_seed: int = 0,
     save: bool = True,
 ) -> torch.Tensor:
-    """Temporary: plain torch."""
-    e = range(weights.num_experts)
-    gate, up, down = (torch.stack([weights.matrix(n, i) for i in e]).to(hidden.dtype) for n in ("gate", "up", "down"))
-    return reference.moe_experts(hidden, top_k_index, top_k_weights, gate, up, down, lora, scaling, adapter_ids, dropout_p, dropout_seed)
+    """Routed experts of one layer with their LoRA adapters: [T, H] -> [T, H] in hidden's dtype, on hidden's device.
+
+    Differentiable in hidden, top_k_weights and lora. The compute dtype is autocast's if autocast is enabled, else hidden's: bf16
+    (bf16 products, fp32 accumulation) or fp32. fp16 hidden states are computed in fp32, which holds every fp16 value.
+
+    Args:
+        hidden: [T, H].
+        top_k_index: int64 [T, k]; ids >= E add nothing and get zero gradient, negative ids raise.
+        top_k_weights: [T, k], any floating-point dtype; used in fp32.
+        weights: the layer's experts.
+        lora: six CPU tensors per adapter in the order of ``ktft.weights.LORA_NAMES``; fp32, or bf16 without gradients.
+        scaling: one factor per adapter (alpha / r, or alpha / sqrt(r) for rsLoRA).
+        adapter_ids: int64 [T], the adapter of each token (-1: none); None applies all adapters, summed.
+        dropout_p, dropout_seed: dropout on the inputs of the A factors; the mask depends on (seed, adapter, route, channel) alone.
+        save: keep gate and up pre-activations for backward (2 I values per route); False recomputes them, with the same bits.
+
+    Raises:
+        ValueError: shapes, dtypes or ids that do not fit, naming them.
+    """
+    dtype = hidden.dtype
+    compute = dtype
+    if torch.is_autocast_enabled(hidden.device.type):
+        compute = torch.get_autocast_dtype(hidden.device.type)
+    if compute == torch.float16:
+        compute = torch.float32
+    out, _saved = torch.ops.ktft.moe_experts(
+        hidden.to(compute),
+        top_k_index.to(torch.int64),
+        top_k_weights,
+        weights.id,
+        list(lora),
+        list(scaling),
+        adapter_ids,
+        dropout_p,
+        dropout_seed,
+        save,
+    )
+    return out.to(dtype)
+
+
+assert set(FORMATS) == set(_FORMAT_CODES)

@@ -1,0 +1,272 @@
+#include <string.h>
+
+#include <algorithm>
+
+#include "layer.h"
+
+namespace ktft {
+
+namespace {
+
+// Per wave, with dY the incoming gradient rows (unscaled by the routing weight w):
+//
+//   dh = dY Wd + s ((dY Bd) Ad)        d w = <dh, h>        dh *= w        d gate, d up, h  from the saved pre-activations
+//   dX = d gate Wg + d up Wu + s ((d gate Bg) Ag + (d up Bu) Au)           summed over a token's experts, ascending
+//   dAg = (s d gate Bg)ᵀ drop0(x)      dBg = d gateᵀ (s drop0(x) Agᵀ)      up likewise
+//   dAd = (w s dY Bd)ᵀ drop1(h)        dBd = dYᵀ (w s drop1(h) Adᵀ)
+class Backward : Layer {
+ public:
+  Backward(const LayerCall& call, const Gradients& gradients) : Layer(call), gradients_(gradients) {}
+
+  void run(const char* grad_out, const char* saved) {
+    recompute_ = saved == nullptr;
+    int64_t rank_bytes = 0;
+    for (const Adapter& adapter : call_.adapters) rank_bytes += (8 * adapter.rank + 6 * words(adapter.rank)) * 4;
+    const int64_t saved_stride = 2 * call_.intermediate * size_of(call_.compute);
+    cut_waves(3 * inter_stride_ + (recompute_ ? saved_stride : 0) + rank_bytes);
+    allocate();
+    reserve();
+    allocate();
+
+    float* sum = call_.compute == kFp32 ? reinterpret_cast<float*>(gradients_.x) : sum_;
+    if (gradients_.x) {
+      parallel((call_.tokens + kChunk - 1) / kChunk, [&](int64_t task, Worker&) {
+        const int64_t first = task * kChunk, count = std::min<int64_t>(kChunk, call_.tokens - first);
+        memset(sum + first * call_.hidden, 0, size_t(count * call_.hidden) * sizeof(float));
+      });
+    }
+    if (gradients_.top_k_weights) memset(gradients_.top_k_weights, 0, size_t(call_.tokens * call_.top_k) * sizeof(float));
+
+    x_ = tensor_rows(call_.x, x_copy_);
+    dy_ = tensor_rows(grad_out, dy_copy_);
+    const bool lora = !gradients_.factors.empty();
+    for (const Wave& wave : waves_) {
+      if (recompute_) {
+        low_rank_inputs(wave, x_, u_gate_, u_up_);
+        gate_up(wave, x_, u_gate_, u_up_, saved_copy_, h_);
+      } else if (lora) {
+        low_rank_inputs(wave, x_, u_gate_, u_up_);
+      }
+      const char* wave_saved = recompute_ ? saved_copy_ : saved + wave.begin * saved_stride;
+      down_backward_inputs(wave);
+      activations_backward(wave, wave_saved, saved_stride);
+      middle(wave, lora);
+      if (gradients_.x) input_gradient(wave, sum);
+      if (lora) factor_gradients(wave);
+    }
+    if (gradients_.x && call_.compute != kFp32) {
+      parallel((call_.tokens + kChunk - 1) / kChunk, [&](int64_t task, Worker&) {
+        const int64_t first = task * kChunk * call_.hidden;
+        const int64_t count = std::min<int64_t>(kChunk * call_.hidden, call_.tokens * call_.hidden - first);
+        kernels_.store_rounded(sum + first, count, gradients_.x + first * size_of(call_.compute));
+      });
+    }
+  }
+
+ private:
+  const Gradients& gradients_;
+  bool recompute_ = false;
+  Rows x_, dy_;
+  float *sum_, *partial_;
+  char *x_copy_, *dy_copy_, *saved_copy_, *h_, *d_gate_, *d_up_;
+  // u = s drop(input) Aᵀ as in forward; v = s dY Bd, and s d gate Bg, s d up Bu.
+  std::vector<LowRank> u_gate_, u_up_, u_down_, v_down_, v_gate_, v_up_;
+  std::vector<float*> weighted_u_, weighted_v_;  // w u_down, w v_down
+
+  void allocate() {
+    begin_allocation();
+    take_workers();
+    sum_ = take<float>(gradients_.x && call_.compute != kFp32 ? call_.tokens * call_.hidden : 0);
+    const int64_t copy = is_words(call_.hidden) ? 0 : call_.tokens * hidden_stride_;
+    x_copy_ = take<char>(copy);
+    dy_copy_ = take<char>(copy);
+    saved_copy_ = take<char>(recompute_ ? wave_rows_ * 2 * call_.intermediate * size_of(call_.compute) : 0);
+    h_ = take<char>(wave_rows_ * inter_stride_);
+    d_gate_ = take<char>(wave_rows_ * inter_stride_);
+    d_up_ = take<char>(wave_rows_ * inter_stride_);
+    partial_ = take<float>(wave_rows_ * blocks(call_.intermediate));
+    for (std::vector<LowRank>* lows : {&u_gate_, &u_up_, &u_down_, &v_down_, &v_gate_, &v_up_}) {
+      lows->clear();
+      for (const Adapter& adapter : call_.adapters) lows->push_back(take_low_rank(adapter.rank));
+    }
+    for (std::vector<float*>* lists : {&weighted_u_, &weighted_v_}) {
+      lists->clear();
+      for (const Adapter& adapter : call_.adapters) lists->push_back(take<float>(wave_rows_ * adapter.rank));
+    }
+  }
+
+  void down_backward_inputs(const Wave& wave) {
+    if (adapters() == 0) return;
+    parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
+      for (int n = 0; n < adapters(); ++n)
+        low_rank(worker, wave, wave.chunks[size_t(task)], dy_, true, kBackward, n, 5, -1, v_down_[size_t(n)]);
+    });
+  }
+
+  // The LoRA terms of a product. With dropout they go to a tile of their own (c[1]), adapter by adapter, because their mask belongs
+  // to the output of the product.
+  template <class Masked>
+  void masked_terms(Worker& worker, const Term* terms, int per_adapter, int site, int64_t row, int count, int64_t block,
+                    int columns, Masked add) {
+    for (int n = 0; n < adapters(); ++n) {
+      multiply(terms + n * per_adapter, per_adapter, count, columns, worker.c[1]);
+      kernels_.dropout(dropout_for(n, site), &routes_.route[size_t(row)], block * kBlock, count, columns, worker.c[1], kBlock);
+      add(worker.c[1]);
+    }
+  }
+
+  void activations_backward(const Wave& wave, const char* saved, int64_t saved_stride) {
+    const int64_t column_blocks = blocks(call_.intermediate), element = size_of(call_.compute);
+    Rows dy = dy_;
+    dy.index = routes_.token.data();
+    parallel(int64_t(wave.experts.size()) * column_blocks, [&](int64_t task, Worker& worker) {
+      const Piece& piece = wave.experts[size_t(task / column_blocks)];
+      const int64_t block = task % column_blocks;
+      const int columns = block_columns(call_.intermediate, block);
+      Term terms[kMaxAdapters + 1];
+      terms[0] = {dy, 0, base_operand(worker, kBackward, kDown, piece.expert, block)};
+      for (int n = 0; n < adapters(); ++n)
+        terms[n + 1] = {low_rank_rows(v_down_[size_t(n)], n), 0, lora_operand(worker, kBackward, n, 4, piece.expert, block)};
+      for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
+        const int count = int(std::min<int64_t>(kChunk, piece.end - row));
+        const int64_t inside = row - wave.begin;
+        terms[0].first = row;
+        for (int n = 0; n < adapters(); ++n) terms[n + 1].first = inside;
+        multiply(terms, dropout_ ? 1 : adapters() + 1, count, columns, worker.c[0]);
+        if (dropout_) {
+          masked_terms(worker, terms + 1, 1, 1, row, count, block, columns, [&](const float* c) {
+            for (int i = 0; i < count * kBlock; ++i) worker.c[0][i] += c[i];
+          });
+        }
+        const char* saved_gate = saved + inside * saved_stride + block * kBlock * element;
+        const int64_t at = inside * inter_stride_ + block * kBlock * size_of(kernels_.word_format);
+        kernels_.swiglu_backward(worker.c[0], &routes_.weight[size_t(row)], count, columns, saved_gate,
+                                 saved_gate + call_.intermediate * element, saved_stride, d_gate_ + at, d_up_ + at, h_ + at,
+                                 inter_stride_, partial_ + inside * column_blocks + block, column_blocks);
+      }
+    });
+  }
+
+  // What needs whole rows of d gate, d up and h: routing-weight gradients, and the low-rank rows of the remaining products.
+  void middle(const Wave& wave, bool lora) {
+    const int64_t column_blocks = blocks(call_.intermediate);
+    const Rows d_gate{d_gate_, inter_stride_, nullptr}, d_up{d_up_, inter_stride_, nullptr}, h{h_, inter_stride_, nullptr};
+    parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
+      const Piece& chunk = wave.chunks[size_t(task)];
+      if (gradients_.top_k_weights) {
+        for (int64_t row = chunk.begin; row < chunk.end; ++row) {
+          const float* partial = partial_ + (row - wave.begin) * column_blocks;
+          float dot = 0.0f;
+          for (int64_t block = 0; block < column_blocks; ++block) dot += partial[block];
+          gradients_.top_k_weights[routes_.route[size_t(row)]] = dot;
+        }
+      }
+      for (int n = 0; n < adapters(); ++n) {
+        low_rank(worker, wave, chunk, d_gate, false, kBackward, n, 1, -1, v_gate_[size_t(n)]);
+        low_rank(worker, wave, chunk, d_up, false, kBackward, n, 3, -1, v_up_[size_t(n)]);
+        if (!lora) continue;
+        low_rank(worker, wave, chunk, h, false, kForward, n, 4, 1, u_down_[size_t(n)]);
+        const int64_t rank = call_.adapters[size_t(n)].rank;
+        for (int64_t row = chunk.begin; row < chunk.end; ++row) {
+          const int64_t first = (row - wave.begin) * rank;
+          for (int64_t i = first; i < first + rank; ++i) {
+            weighted_u_[size_t(n)][i] = routes_.weight[size_t(row)] * u_down_[size_t(n)].values[i];
+            weighted_v_[size_t(n)][i] = routes_.weight[size_t(row)] * v_down_[size_t(n)].values[i];
+          }
+        }
+      }
+    });
+  }
+
+  void input_gradient(const Wave& wave, float* sum) {
+    const Rows d_gate{d_gate_, inter_stride_, nullptr}, d_up{d_up_, inter_stride_, nullptr};
+    parallel(blocks(call_.hidden), [&](int64_t block, Worker& worker) {
+      const int columns = block_columns(call_.hidden, block);
+      for (const Piece& piece : wave.experts) {
+        worker.used = 0;
+        Term terms[2 * kMaxAdapters + 2];
+        terms[0] = {d_gate, 0, base_operand(worker, kBackward, kGate, piece.expert, block)};
+        terms[1] = {d_up, 0, base_operand(worker, kBackward, kUp, piece.expert, block)};
+        for (int n = 0; n < adapters(); ++n) {
+          terms[2 + 2 * n] = {low_rank_rows(v_gate_[size_t(n)], n), 0, lora_operand(worker, kBackward, n, 0, piece.expert, block)};
+          terms[3 + 2 * n] = {low_rank_rows(v_up_[size_t(n)], n), 0, lora_operand(worker, kBackward, n, 2, piece.expert, block)};
+        }
+        for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
+          const int count = int(std::min<int64_t>(kChunk, piece.end - row));
+          const auto scatter = [&](const float* c) {
+            kernels_.scatter_add(c, nullptr, count, columns, sum + block * kBlock, call_.hidden, &routes_.token[size_t(row)]);
+          };
+          for (int i = 0; i < 2 + 2 * adapters(); ++i) terms[i].first = row - wave.begin;
+          multiply(terms, dropout_ ? 2 : 2 + 2 * adapters(), count, columns, worker.c[0]);
+          scatter(worker.c[0]);
+          if (dropout_) masked_terms(worker, terms + 2, 2, 0, row, count, block, columns, scatter);
+        }
+      }
+    });
+  }
+
+  // grad[expert] [rows, cols] += values' x rows of words, one block of 64 columns (A) or 64 rows (B) of the factor.
+  void factor_block(Worker& worker, const Wave& wave, const Piece& piece, int adapter, int factor, int64_t block,
+                    const float* values, Rows rows, int dropout_site) {
+    const int64_t rank = call_.adapters[size_t(adapter)].rank;
+    const int64_t width = factor % 2 == 0 ? factor_cols(adapter, factor) : factor_rows(adapter, factor);
+    const int columns = block_columns(width, block);
+    float* grad = gradients_.factors[size_t(adapter * 6 + factor)] + piece.expert * rank * width;
+    // A is [rank, width], B is [width, rank]
+    const auto at = [&](int64_t j, int64_t col) -> float& {
+      return factor % 2 == 0 ? grad[j * width + block * kBlock + col] : grad[(block * kBlock + col) * rank + j];
+    };
+    for (int64_t j = 0; j < rank; ++j)
+      for (int col = 0; col < columns; ++col) worker.outer[j * kBlock + col] = at(j, col);
+    for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
+      const int count = int(std::min<int64_t>(kChunk, piece.end - row));
+      const int64_t inside = row - wave.begin;
+      const int32_t* index = rows.index ? rows.index + row : nullptr;
+      const char* source = rows.index ? rows.words : rows.words + inside * rows.stride;
+      if (dropout_ && dropout_site >= 0) {
+        kernels_.load_rows(source, rows.stride, index, block * kBlock, count, columns, worker.c[1], kBlock);
+        kernels_.dropout(dropout_for(adapter, dropout_site), &routes_.route[size_t(row)], block * kBlock, count, columns,
+                         worker.c[1], kBlock);
+        kernels_.outer(values + inside * rank, rank, int(rank), kFp32, reinterpret_cast<const char*>(worker.c[1]),
+                       kBlock * 4, nullptr, count, columns, worker.outer);
+      } else {
+        kernels_.outer(values + inside * rank, rank, int(rank), kernels_.word_format,
+                       source + block * kBlock * size_of(kernels_.word_format), rows.stride, index, count, columns, worker.outer);
+      }
+    }
+    for (int64_t j = 0; j < rank; ++j)
+      for (int col = 0; col < columns; ++col) at(j, col) = worker.outer[j * kBlock + col];
+  }
+
+  void factor_gradients(const Wave& wave) {
+    const int64_t hidden_blocks = blocks(call_.hidden), inter_blocks = blocks(call_.intermediate);
+    const int64_t per_expert = hidden_blocks + inter_blocks;
+    Rows x = x_, dy = dy_;
+    x.index = dy.index = routes_.token.data();
+    const Rows d_gate{d_gate_, inter_stride_, nullptr}, d_up{d_up_, inter_stride_, nullptr}, h{h_, inter_stride_, nullptr};
+    parallel(int64_t(wave.experts.size()) * per_expert, [&](int64_t task, Worker& worker) {
+      const Piece& piece = wave.experts[size_t(task / per_expert)];
+      const int64_t block = task % per_expert;
+      for (int n = 0; n < adapters(); ++n) {
+        const size_t a = size_t(n);
+        if (block < hidden_blocks) {
+          factor_block(worker, wave, piece, n, 0, block, v_gate_[a].values, x, 0);
+          factor_block(worker, wave, piece, n, 2, block, v_up_[a].values, x, 0);
+          factor_block(worker, wave, piece, n, 5, block, weighted_u_[a], dy, -1);
+        } else {
+          factor_block(worker, wave, piece, n, 1, block - hidden_blocks, u_gate_[a].values, d_gate, -1);
+          factor_block(worker, wave, piece, n, 3, block - hidden_blocks, u_up_[a].values, d_up, -1);
+          factor_block(worker, wave, piece, n, 4, block - hidden_blocks, weighted_v_[a], h, 1);
+        }
+      }
+    });
+  }
+};
+
+}  // namespace
+
+void backward(const LayerCall& call, const char* grad_out, const char* saved, const Gradients& gradients) {
+  Backward(call, gradients).run(grad_out, saved);
+}
+
+}  // namespace ktft

@@ -1,0 +1,131 @@
+// Python's view of the kernels: addresses and sizes in, GIL released, exceptions translated. Tensors are checked in ktft/ops.py.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "cpu.h"
+#include "moe.h"
+#include "pool.h"
+
+namespace py = pybind11;
+using namespace ktft;
+
+namespace {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+
+struct PyCall : LayerCall {
+  PyCall(int64_t tokens_, int64_t top_k_, int64_t experts_, int64_t hidden_, int64_t intermediate_, uintptr_t x_,
+         uintptr_t top_k_index_, uintptr_t top_k_weights_, const std::vector<std::tuple<uintptr_t, int64_t, int, bool>>& matrices,
+         const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>& adapters_, uintptr_t adapter_ids_,
+         double dropout_p_, uint64_t dropout_seed_, int compute_, int isa_, int threads_) {
+    tokens = tokens_;
+    top_k = top_k_;
+    experts = experts_;
+    hidden = hidden_;
+    intermediate = intermediate_;
+    x = pointer<const char>(x_);
+    top_k_index = pointer<const int64_t>(top_k_index_);
+    top_k_weights = pointer<const float>(top_k_weights_);
+    if (matrices.size() != 3) throw std::invalid_argument("expected gate, up and down");
+    Matrices* const targets[3] = {&gate, &up, &down};
+    for (size_t i = 0; i < 3; ++i) {
+      const auto& [addresses, row_stride, format, transposed] = matrices[i];
+      *targets[i] = {pointer<const int64_t>(addresses), row_stride, Format(format), transposed};
+    }
+    for (const auto& [factors, format, rank, scaling] : adapters_) {
+      if (factors.size() != 6) throw std::invalid_argument("an adapter has six factors");
+      Adapter adapter{};
+      for (size_t i = 0; i < 6; ++i) adapter.factors[i] = pointer<const char>(factors[i]);
+      adapter.format = Format(format);
+      adapter.rank = rank;
+      adapter.scaling = scaling;
+      adapters.push_back(adapter);
+    }
+    adapter_ids = pointer<const int64_t>(adapter_ids_);
+    dropout_p = dropout_p_;
+    dropout_seed = dropout_seed_;
+    compute = Format(compute_);
+    isa = Isa(isa_);
+    threads = threads_;
+    if (threads < 1 || threads > 4096) throw std::invalid_argument("threads must lie in 1 .. 4096");
+  }
+};
+
+CpuFeatures features_from(const py::dict& flags) {
+  CpuFeatures f;
+  const auto get = [&](const char* name) { return flags.contains(name) && flags[name].cast<bool>(); };
+  f.avx2 = get("avx2");
+  f.fma = get("fma");
+  f.f16c = get("f16c");
+  f.avx512f = get("avx512f");
+  f.avx512bw = get("avx512bw");
+  f.avx512dq = get("avx512dq");
+  f.avx512vl = get("avx512vl");
+  f.avx512_bf16 = get("avx512_bf16");
+  f.os_ymm = get("os_ymm");
+  f.os_zmm = get("os_zmm");
+  return f;
+}
+
+py::dict features_dict(const CpuFeatures& f) {
+  py::dict d;
+  d["avx2"] = f.avx2;
+  d["fma"] = f.fma;
+  d["f16c"] = f.f16c;
+  d["avx512f"] = f.avx512f;
+  d["avx512bw"] = f.avx512bw;
+  d["avx512dq"] = f.avx512dq;
+  d["avx512vl"] = f.avx512vl;
+  d["avx512_bf16"] = f.avx512_bf16;
+  d["os_ymm"] = f.os_ymm;
+  d["os_zmm"] = f.os_zmm;
+  return d;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Kernels of ktft. Use ktft.ops; this module takes raw addresses.";
+
+  py::class_<PyCall>(m, "LayerCall")
+      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, uintptr_t, uintptr_t, uintptr_t,
+                    const std::vector<std::tuple<uintptr_t, int64_t, int, bool>>&,
+                    const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>&, uintptr_t, double, uint64_t, int,
+                    int, int>(),
+           py::arg("tokens"), py::arg("top_k"), py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("x"),
+           py::arg("top_k_index"), py::arg("top_k_weights"), py::arg("matrices"), py::arg("adapters"), py::arg("adapter_ids"),
+           py::arg("dropout_p"), py::arg("dropout_seed"), py::arg("compute"), py::arg("isa"), py::arg("threads"));
+
+  m.def(
+      "forward",
+      [](const PyCall& call, uintptr_t out, uintptr_t saved) { forward(call, pointer<char>(out), pointer<char>(saved)); },
+      py::arg("call"), py::arg("out"), py::arg("saved"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "backward",
+      [](const PyCall& call, uintptr_t grad_out, uintptr_t saved, uintptr_t d_x, uintptr_t d_top_k_weights,
+         const std::vector<uintptr_t>& d_factors) {
+        Gradients gradients{pointer<char>(d_x), pointer<float>(d_top_k_weights), {}};
+        for (const uintptr_t address : d_factors) gradients.factors.push_back(pointer<float>(address));
+        backward(call, pointer<const char>(grad_out), pointer<const char>(saved), gradients);
+      },
+      py::arg("call"), py::arg("grad_out"), py::arg("saved"), py::arg("d_x"), py::arg("d_top_k_weights"), py::arg("d_factors"),
+      py::call_guard<py::gil_scoped_release>());
+
+  m.def("cpu_features", [] { return features_dict(detect_cpu()); }, "CPU features that matter here, as this process may use them.");
+  m.def(
+      "isa_levels",
+      [](const py::dict& features) {
+        const CpuFeatures f = features_from(features);
+        std::vector<std::pair<std::string, std::string>> levels;
+        for (int i = 0; i < kIsaCount; ++i) levels.emplace_back(isa_name(Isa(i)), missing_for(Isa(i), f));
+        return levels;
+      },
+      py::arg("features"), "Every level, lowest first, with the features it lacks here (empty: it may run).");
+  m.def("scratch_bytes", [] { return Pool::instance().arena.capacity(); }, "Scratch held between calls, in bytes of address space.");
+  m.attr("MAX_ADAPTERS") = kMaxAdapters;
+  m.attr("COMPILER") = __VERSION__;
+}

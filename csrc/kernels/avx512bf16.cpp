@@ -1,0 +1,9 @@
+#include "table.h"
+
+#include "vec_avx512.h"
+
+#include "unit.inl"
+
+namespace ktft {
+extern const Kernels kAvx512Bf16Kernels[2] = {make_kernels<ModeOf<kBf16, Bf16Dot>>(), make_kernels<ModeOf<kFp32, Fp32Dot>>()};
+}

@@ -1,0 +1,92 @@
+// Stored elements -> words, and words -> floats. Included by unit.inl inside an anonymous namespace.
+
+inline Vec::F load_elements(Format format, const char* p) { return format == kBf16 ? Vec::load_bf16(p) : Vec::load(p); }
+inline Vec::F load_elements_n(Format format, const char* p, int n) {
+  return format == kBf16 ? Vec::load_bf16_n(p, n) : Vec::load_n(p, n);
+}
+inline void store_elements(Format format, char* p, Vec::F x) {
+  if (format == kBf16) Vec::store_bf16(p, x);
+  else Vec::store(p, x);
+}
+inline void store_elements_n(Format format, char* p, Vec::F x, int n) {
+  if (format == kBf16) Vec::store_bf16_n(p, x, n);
+  else Vec::store_n(p, x, n);
+}
+constexpr int size_of(Format format) { return format == kBf16 ? 2 : 4; }
+
+// Apply f(column, lanes) over `cols` columns, a vector at a time; lanes < kLanes in the last step only.
+template <class Function>
+inline void for_columns(int64_t cols, Function f) {
+  int64_t col = 0;
+  for (; col + Vec::kLanes <= cols; col += Vec::kLanes) f(col, Vec::kLanes);
+  if (col < cols) f(col, int(cols - col));
+}
+
+inline Vec::F load_cols(Format format, const char* p, int lanes) {
+  return lanes == Vec::kLanes ? load_elements(format, p) : load_elements_n(format, p, lanes);
+}
+inline void store_cols(Format format, char* p, Vec::F x, int lanes) {
+  if (lanes == Vec::kLanes) store_elements(format, p, x);
+  else store_elements_n(format, p, x, lanes);
+}
+
+// In bf16 mode every operand of a product is a bf16 value, whatever its stored format and wherever words are fp32.
+template <class Mode>
+inline Vec::F to_compute(Vec::F x) {
+  if constexpr (Mode::kCompute == kBf16 && Mode::kWord == kFp32) return Vec::round_bf16(x);
+  else return x;
+}
+
+template <class Mode>
+inline void pad_word(char* row_words, int64_t cols) {
+  if (Mode::Dot::kGroup == 2 && (cols & 1)) __builtin_memset(row_words + 2 * cols, 0, 2);
+}
+
+template <class Mode>
+void decode_rows(Format format, const char* source, ptrdiff_t stride, int64_t rows, int64_t cols, char* words,
+                 ptrdiff_t word_stride) {
+  for (int64_t row = 0; row < rows; ++row, source += stride, words += word_stride) {
+    for_columns(cols, [&](int64_t col, int lanes) {
+      store_cols(Mode::kWord, words + col * size_of(Mode::kWord),
+                 to_compute<Mode>(load_cols(format, source + col * size_of(format), lanes)), lanes);
+    });
+    pad_word<Mode>(words, cols);
+  }
+}
+
+template <class Mode>
+void decode_panel(Format format, const char* source, ptrdiff_t stride, int64_t rows, int cols, char* panel) {
+  const int size = size_of(format);
+  for (int64_t row = 0; row < rows; row += Mode::Dot::kGroup, source += Mode::Dot::kGroup * stride, panel += 4 * kBlock) {
+    if (cols < kBlock) __builtin_memset(panel, 0, 4 * kBlock);
+    for_columns(cols, [&](int64_t col, int lanes) {
+      const char* p = source + col * size;
+      char* out = panel + 4 * col;
+      if constexpr (Mode::Dot::kGroup == 2) {
+        Mode::Dot::store_pairs(out, format == kBf16, p, row + 1 < rows ? p + stride : nullptr, lanes);
+      } else {
+        store_cols(kFp32, out, to_compute<Mode>(load_cols(format, p, lanes)), lanes);
+      }
+    });
+  }
+}
+
+template <class Mode>
+void load_rows(const char* words, ptrdiff_t stride, const int32_t* row_index, int64_t col0, int rows, int cols, float* out,
+               ptrdiff_t out_stride) {
+  for (int row = 0; row < rows; ++row) {
+    const char* source = words + ptrdiff_t(row_index ? row_index[row] : row) * stride + col0 * size_of(Mode::kWord);
+    for_columns(cols, [&](int64_t col, int lanes) {
+      store_cols(kFp32, reinterpret_cast<char*>(out + row * out_stride + col),
+                 load_cols(Mode::kWord, source + col * size_of(Mode::kWord), lanes), lanes);
+    });
+  }
+}
+
+template <class Mode>
+void store_rounded(const float* source, int64_t count, char* out) {
+  for_columns(count, [&](int64_t i, int lanes) {
+    store_cols(Mode::kCompute, out + i * size_of(Mode::kCompute),
+               load_cols(kFp32, reinterpret_cast<const char*>(source + i), lanes), lanes);
+  });
+}

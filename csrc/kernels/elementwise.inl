@@ -1,0 +1,164 @@
+// SwiGLU forward and backward, scatter, LoRA's small operands and gradients, dropout. Included by unit.inl.
+
+// e^x for x in [-87, 88] (clamped): x = n ln 2 + r, |r| <= ln 2 / 2, Taylor series to r^7 (remainder < r^8 / 8! = 5.2e-9 relative).
+inline Vec::F exponential(Vec::F x) {
+  x = Vec::clamp(x, -87.0f, 88.0f);
+  const Vec::F n = Vec::nearest(Vec::mul(x, Vec::set1(1.44269504f)));
+  Vec::F r = Vec::fma(n, Vec::set1(-0.693359375f), x);  // ln 2 in two parts, the first exact in few bits
+  r = Vec::fma(n, Vec::set1(2.12194440e-4f), r);
+  Vec::F p = Vec::set1(1.0f / 5040);
+  p = Vec::fma(p, r, Vec::set1(1.0f / 720));
+  p = Vec::fma(p, r, Vec::set1(1.0f / 120));
+  p = Vec::fma(p, r, Vec::set1(1.0f / 24));
+  p = Vec::fma(p, r, Vec::set1(1.0f / 6));
+  p = Vec::fma(p, r, Vec::set1(0.5f));
+  p = Vec::fma(p, r, Vec::set1(1.0f));
+  p = Vec::fma(p, r, Vec::set1(1.0f));
+  return Vec::mul(p, Vec::pow2(n));
+}
+
+inline Vec::F sigmoid(Vec::F x) {
+  const Vec::F one = Vec::set1(1.0f);
+  return Vec::div(one, Vec::add(one, exponential(Vec::sub(Vec::zero(), x))));
+}
+
+inline const char* bytes(const float* p) { return reinterpret_cast<const char*>(p); }
+inline char* bytes(float* p) { return reinterpret_cast<char*>(p); }
+
+template <class Mode>
+inline Vec::F round_compute(Vec::F x) {
+  if constexpr (Mode::kCompute == kBf16) return Vec::round_bf16(x);
+  else return x;
+}
+
+template <class Mode>
+void swiglu_forward(const float* gate, const float* up, int rows, int cols, char* saved_gate, char* saved_up,
+                    ptrdiff_t saved_stride, char* h, ptrdiff_t h_stride) {
+  for (int row = 0; row < rows; ++row, gate += kBlock, up += kBlock, h += h_stride) {
+    for_columns(cols, [&](int64_t col, int lanes) {
+      const Vec::F g = round_compute<Mode>(load_cols(kFp32, bytes(gate + col), lanes));
+      const Vec::F u = round_compute<Mode>(load_cols(kFp32, bytes(up + col), lanes));
+      if (saved_gate) {
+        const ptrdiff_t at = row * saved_stride + col * size_of(Mode::kCompute);
+        store_cols(Mode::kCompute, saved_gate + at, g, lanes);
+        store_cols(Mode::kCompute, saved_up + at, u, lanes);
+      }
+      const Vec::F value = Vec::mul(Vec::mul(g, sigmoid(g)), u);
+      store_cols(Mode::kWord, h + col * size_of(Mode::kWord), round_compute<Mode>(value), lanes);
+    });
+    pad_word<Mode>(h, cols);
+  }
+}
+
+template <class Mode>
+void swiglu_backward(const float* dh, const float* route_weight, int rows, int cols, const char* saved_gate,
+                     const char* saved_up, ptrdiff_t saved_stride, char* d_gate, char* d_up, char* h, ptrdiff_t word_stride,
+                     float* partial, ptrdiff_t partial_stride) {
+  const Vec::F one = Vec::set1(1.0f);
+  for (int row = 0; row < rows; ++row, dh += kBlock) {
+    const Vec::F weight = Vec::set1(route_weight[row]);
+    Vec::F dot = Vec::zero();
+    char* d_gate_row = d_gate + row * word_stride;
+    char* d_up_row = d_up + row * word_stride;
+    char* h_row = h + row * word_stride;
+    for_columns(cols, [&](int64_t col, int lanes) {
+      const ptrdiff_t at = row * saved_stride + col * size_of(Mode::kCompute);
+      const Vec::F g = load_cols(Mode::kCompute, saved_gate + at, lanes);
+      const Vec::F u = load_cols(Mode::kCompute, saved_up + at, lanes);
+      Vec::F d = load_cols(kFp32, bytes(dh + col), lanes);
+      const Vec::F s = sigmoid(g);
+      const Vec::F silu = Vec::mul(g, s);
+      const Vec::F value = round_compute<Mode>(Vec::mul(silu, u));
+      dot = Vec::fma(d, value, dot);
+      d = Vec::mul(d, weight);
+      const Vec::F slope = Vec::mul(s, Vec::fma(g, Vec::sub(one, s), one));  // d silu / d g = s (1 + g (1 - s))
+      const ptrdiff_t out = col * size_of(Mode::kWord);
+      store_cols(Mode::kWord, d_gate_row + out, round_compute<Mode>(Vec::mul(Vec::mul(d, u), slope)), lanes);
+      store_cols(Mode::kWord, d_up_row + out, round_compute<Mode>(Vec::mul(d, silu)), lanes);
+      store_cols(Mode::kWord, h_row + out, value, lanes);
+    });
+    pad_word<Mode>(d_gate_row, cols);
+    pad_word<Mode>(d_up_row, cols);
+    pad_word<Mode>(h_row, cols);
+    partial[row * partial_stride] = Vec::sum(dot);
+  }
+}
+
+inline void scatter_add(const float* c, const float* factor, int rows, int cols, float* out, ptrdiff_t out_stride,
+                        const int32_t* out_rows) {
+  for (int row = 0; row < rows; ++row, c += kBlock) {
+    float* target = out + ptrdiff_t(out_rows[row]) * out_stride;
+    const Vec::F weight = Vec::set1(factor ? factor[row] : 1.0f);
+    for_columns(cols, [&](int64_t col, int lanes) {
+      const Vec::F sum = Vec::fma(weight, load_cols(kFp32, bytes(c + col), lanes), load_cols(kFp32, bytes(target + col), lanes));
+      store_cols(kFp32, bytes(target + col), sum, lanes);
+    });
+  }
+}
+
+template <class Mode>
+void store_low_rank(const float* c, float scale, const uint8_t* mask, int rows, int cols, float* small,
+                    ptrdiff_t small_stride, char* words, ptrdiff_t word_stride) {
+  for (int row = 0; row < rows; ++row, c += kBlock, small += small_stride, words += word_stride) {
+    const bool keep = !mask || mask[row];
+    for_columns(cols, [&](int64_t col, int lanes) {
+      const Vec::F value = keep ? round_compute<Mode>(Vec::mul(Vec::set1(scale), load_cols(kFp32, bytes(c + col), lanes)))
+                                : Vec::zero();
+      store_cols(kFp32, bytes(small + col), value, lanes);
+      store_cols(Mode::kWord, words + col * size_of(Mode::kWord), value, lanes);
+    });
+    pad_word<Mode>(words, cols);
+  }
+}
+
+// kRanks x one vector of columns, over all rows in order.
+template <Format format, int kRanks>
+inline void outer_tile(const float* p, ptrdiff_t p_stride, const char* q, ptrdiff_t q_stride, const int32_t* q_rows, int rows,
+                       int lanes, float* c) {
+  Vec::F acc[kRanks];
+#pragma GCC unroll 8
+  for (int j = 0; j < kRanks; ++j) acc[j] = load_cols(kFp32, bytes(c + j * kBlock), lanes);
+  for (int row = 0; row < rows; ++row) {
+    const Vec::F value = load_cols(format, q + ptrdiff_t(q_rows ? q_rows[row] : row) * q_stride, lanes);
+#pragma GCC unroll 8
+    for (int j = 0; j < kRanks; ++j) acc[j] = Vec::fma(Vec::set1(p[row * p_stride + j]), value, acc[j]);
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < kRanks; ++j) store_cols(kFp32, bytes(c + j * kBlock), acc[j], lanes);
+}
+
+template <Format format>
+inline void outer_rows(const float* p, ptrdiff_t p_stride, int rank, const char* q, ptrdiff_t q_stride, const int32_t* q_rows,
+                       int rows, int cols, float* c) {
+  for_columns(cols, [&](int64_t col, int lanes) {
+    const char* q_col = q + col * size_of(format);
+    float* c_col = c + col;
+    int j = 0;
+    for (; j + 8 <= rank; j += 8) outer_tile<format, 8>(p + j, p_stride, q_col, q_stride, q_rows, rows, lanes, c_col + j * kBlock);
+    for (; j < rank; ++j) outer_tile<format, 1>(p + j, p_stride, q_col, q_stride, q_rows, rows, lanes, c_col + j * kBlock);
+  });
+}
+
+inline void outer(const float* p, ptrdiff_t p_stride, int rank, Format q_format, const char* q, ptrdiff_t q_stride,
+                  const int32_t* q_rows, int rows, int cols, float* c) {
+  if (q_format == kBf16) outer_rows<kBf16>(p, p_stride, rank, q, q_stride, q_rows, rows, cols, c);
+  else outer_rows<kFp32>(p, p_stride, rank, q, q_stride, q_rows, rows, cols, c);
+}
+
+// The hash of ktft/reference.py, in the same 32-bit integers.
+inline uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+
+inline void dropout(const Dropout& d, const int64_t* routes, int64_t col0, int rows, int cols, float* c, ptrdiff_t c_stride) {
+  const uint32_t base = mix(uint32_t(d.seed) ^ d.stream * 0x9E3779B1u);
+  for (int row = 0; row < rows; ++row, c += c_stride) {
+    const uint32_t row_hash = mix(mix(base ^ uint32_t(routes[row])) ^ uint32_t(d.seed >> 32));
+    for (int col = 0; col < cols; ++col) {
+      const uint32_t bits = mix(row_hash ^ (uint32_t(col0 + col) * 0x9E3779B1u));
+      c[col] = bits >= d.threshold ? c[col] * d.keep_scale : 0.0f;
+    }
+  }
+}

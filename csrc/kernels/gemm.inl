@@ -1,0 +1,144 @@
+// The two products of table.h, for one vector unit `Vec` and one word type `Dot`. Included by unit.inl inside an anonymous namespace.
+//
+// Every accumulator belongs to one element of C (nt: a vector of partial sums; nn: one lane) and is fed in the order of the
+// segments' words. Tile sizes therefore never change a result.
+
+// Words of plain fp32; available at every level.
+struct Fp32Dot {
+  static constexpr int kGroup = 1;
+  using X = Vec::F;
+  static X load(const void* p) { return Vec::load(p); }
+  static X load_n(const void* p, int n) { return Vec::load_n(p, n); }
+  static X broadcast(const void* p) {
+    float word;
+    __builtin_memcpy(&word, p, 4);
+    return Vec::set1(word);
+  }
+  static Vec::F dot(Vec::F acc, X a, X b) { return Vec::fma(a, b, acc); }
+};
+
+constexpr int kColTile = 4;  // nt: weight rows per tile, the width of Vec::sum4
+
+inline const char* activation_row(const Segment& s, int row) {
+  return s.a + (s.a_rows ? ptrdiff_t(s.a_rows[row]) : ptrdiff_t(row)) * s.a_stride;
+}
+
+template <class Dot, int kRows>
+inline void nt_tile(const Segment* segments, int count, int row, int col, int cols, float* c, bool accumulate) {
+  Vec::F acc[kRows][kColTile];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < kColTile; ++j) acc[i][j] = Vec::zero();
+
+  for (int s = 0; s < count; ++s) {
+    const Segment& segment = segments[s];
+    const char* a[kRows];
+    const char* b[kColTile];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) a[i] = activation_row(segment, row + i);
+#pragma GCC unroll 4
+    for (int j = 0; j < kColTile; ++j)  // columns past the edge repeat the last one and are not stored
+      b[j] = segment.b + ptrdiff_t(col + (j < cols ? j : cols - 1)) * segment.b_stride;
+    const int64_t full = segment.words / Vec::kLanes * Vec::kLanes;
+    for (int64_t k = 0; k < full; k += Vec::kLanes) {
+      typename Dot::X bv[kColTile];
+#pragma GCC unroll 4
+      for (int j = 0; j < kColTile; ++j) bv[j] = Dot::load(b[j] + 4 * k);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        const typename Dot::X av = Dot::load(a[i] + 4 * k);
+#pragma GCC unroll 4
+        for (int j = 0; j < kColTile; ++j) acc[i][j] = Dot::dot(acc[i][j], av, bv[j]);
+      }
+    }
+    const int tail = int(segment.words - full);
+    if (tail) {
+      typename Dot::X bv[kColTile];
+#pragma GCC unroll 4
+      for (int j = 0; j < kColTile; ++j) bv[j] = Dot::load_n(b[j] + 4 * full, tail);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        const typename Dot::X av = Dot::load_n(a[i] + 4 * full, tail);
+#pragma GCC unroll 4
+        for (int j = 0; j < kColTile; ++j) acc[i][j] = Dot::dot(acc[i][j], av, bv[j]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+    float sums[kColTile];
+    Vec::sum4(acc[i], sums);
+    float* out = c + ptrdiff_t(row + i) * kBlock + col;
+    for (int j = 0; j < cols; ++j) out[j] = accumulate ? out[j] + sums[j] : sums[j];
+  }
+}
+
+template <class Dot>
+void gemm_nt(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate) {
+  int row = 0;
+  const auto sweep = [&](auto tile, int step) {
+    for (; row + step <= rows; row += step)
+      for (int col = 0; col < cols; col += kColTile)
+        tile(segments, count, row, col, cols - col < kColTile ? cols - col : kColTile, c, accumulate);
+  };
+  sweep(nt_tile<Dot, Vec::kRowTile>, Vec::kRowTile);
+  if constexpr (Vec::kRowTile > 4) sweep(nt_tile<Dot, 4>, 4);
+  if constexpr (Vec::kRowTile > 2) sweep(nt_tile<Dot, 2>, 2);
+  sweep(nt_tile<Dot, 1>, 1);
+}
+
+template <class Dot, int kRows>
+inline void nn_tile(const Segment* segments, int count, int row, int col, int cols, float* c, bool accumulate) {
+  constexpr int kVecs = Vec::kPanelVecs;
+  Vec::F acc[kRows][kVecs];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; ++j) acc[i][j] = Vec::zero();
+
+  for (int s = 0; s < count; ++s) {
+    const Segment& segment = segments[s];
+    const char* a[kRows];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i) a[i] = activation_row(segment, row + i);
+    const char* panel = segment.b + 4 * ptrdiff_t(col);
+    for (int64_t k = 0; k < segment.words; ++k, panel += 4 * kBlock) {
+      typename Dot::X bv[kVecs];
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) bv[j] = Dot::load(panel + 4 * j * Vec::kLanes);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        const typename Dot::X av = Dot::broadcast(a[i] + 4 * k);
+#pragma GCC unroll 4
+        for (int j = 0; j < kVecs; ++j) acc[i][j] = Dot::dot(acc[i][j], av, bv[j]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i) {
+    float* out = c + ptrdiff_t(row + i) * kBlock + col;
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; ++j) {  // the tile may hang over `cols`: C is kBlock wide, so the store stays inside the row
+      if (j * Vec::kLanes >= cols) break;
+      Vec::F value = acc[i][j];
+      if (accumulate) value = Vec::add(Vec::load(out + j * Vec::kLanes), value);
+      Vec::store(out + j * Vec::kLanes, value);
+    }
+  }
+}
+
+template <class Dot>
+void gemm_nn(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate) {
+  constexpr int kCols = Vec::kPanelVecs * Vec::kLanes;
+  static_assert(kBlock % kCols == 0, "a panel is a whole number of tiles");
+  int row = 0;
+  const auto sweep = [&](auto tile, int step) {
+    for (; row + step <= rows; row += step)
+      for (int col = 0; col < cols; col += kCols) tile(segments, count, row, col, cols - col, c, accumulate);
+  };
+  sweep(nn_tile<Dot, Vec::kPanelRows>, Vec::kPanelRows);
+  if constexpr (Vec::kPanelRows > 4) sweep(nn_tile<Dot, 4>, 4);
+  if constexpr (Vec::kPanelRows > 2) sweep(nn_tile<Dot, 2>, 2);
+  sweep(nn_tile<Dot, 1>, 1);
+}

@@ -1,0 +1,86 @@
+// The contract between the expert layer (moe.cpp), which knows no ISA, and the kernels, which know no experts.
+//
+// A *word* is 32 bits of a row along the reduction: one fp32, or two neighbouring bf16 (`group` elements). Activations live in
+// rows of words; weights are read as rows of words (product "nt") or decoded into a panel of words (product "nn"):
+//
+//   nt   C[m, n] += sum_k A[m, k] * B[n, k]      B row-major, both operands contiguous along the reduction
+//   nn   C[m, n] += sum_k A[m, k] * P[k, n]      P a panel [words][64]: word k of column n holds elements group*k .. of column n
+//
+// Each product runs over a list of segments, one after the other into the same accumulators: base weights first, then LoRA terms.
+// Determinism: an element of C is one chain of additions whose order depends on the segment lengths alone, never on the number of
+// rows or columns, the tile, or the thread.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace ktft {
+
+constexpr int kBlock = 64;   // columns of a panel and of a C tile
+constexpr int kChunk = 128;  // rows of a C tile: kChunk * kBlock floats are 32 KiB, which leaves L2 to the operands
+
+enum Format : int { kBf16 = 0, kFp32 = 1 };
+
+struct Segment {
+  const char* a;         // activations: row i is at a + (a_rows ? a_rows[i] : i) * a_stride
+  ptrdiff_t a_stride;    // bytes
+  const int32_t* a_rows;  // or null
+  const char* b;         // nt: row n at b + n * b_stride;  nn: panel
+  ptrdiff_t b_stride;    // bytes; unused by nn
+  int64_t words;         // length of this segment's reduction
+};
+
+struct Dropout {  // see ktft/reference.py: dropout_mask
+  uint64_t seed;
+  uint32_t stream;     // adapter * 2 + site
+  uint32_t threshold;  // dropped where hash < threshold
+  float keep_scale;    // 1 / (1 - p)
+};
+
+// One ISA level and compute dtype. C tiles are float [rows <= kChunk][kBlock]; `cols` <= kBlock.
+struct Kernels {
+  int group;           // elements per word: 2 where bf16 pairs are multiplied directly, else 1
+  Format word_format;  // format of the elements inside words: bf16 if group is 2, else fp32
+  Format saved_format;  // the compute dtype: what gate and up are rounded to and saved as
+
+  void (*gemm_nt)(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate);
+  void (*gemm_nn)(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate);
+
+  // Rows of stored elements -> rows of words, zero-padded to a whole word.
+  void (*decode_rows)(Format format, const char* source, ptrdiff_t stride, int64_t rows, int64_t cols, char* words,
+                      ptrdiff_t word_stride);
+  // A block [rows, cols] of stored elements -> panel [ceil(rows / group)][kBlock], zero-padded.
+  void (*decode_panel)(Format format, const char* source, ptrdiff_t stride, int64_t rows, int cols, char* panel);
+
+  // h = silu(g) * u with g, u rounded to the compute dtype first (and saved so, unless null). h goes to rows of words.
+  void (*swiglu_forward)(const float* gate, const float* up, int rows, int cols, char* saved_gate, char* saved_up,
+                         ptrdiff_t saved_stride, char* h, ptrdiff_t h_stride);
+  // From dh (unscaled by the routing weight), the saved g and u, and the routing weights: words of d gate, d up, h, and
+  // partial[i * partial_stride] = sum over the block's columns of dh * h.
+  void (*swiglu_backward)(const float* dh, const float* route_weight, int rows, int cols, const char* saved_gate,
+                          const char* saved_up, ptrdiff_t saved_stride, char* d_gate, char* d_up, char* h,
+                          ptrdiff_t word_stride, float* partial, ptrdiff_t partial_stride);
+  // out[out_rows[i]][0 .. cols) += factor[i] * c[i]; factor null means 1. out_stride in floats.
+  void (*scatter_add)(const float* c, const float* factor, int rows, int cols, float* out, ptrdiff_t out_stride,
+                      const int32_t* out_rows);
+  // fp32 -> the compute dtype, `count` elements.
+  void (*store_rounded)(const float* source, int64_t count, char* out);
+  // small[i][0 .. cols) = round(scale * c[i]) (0 where mask[i] is 0), as floats and as words from column col0 (even).
+  void (*store_low_rank)(const float* c, float scale, const uint8_t* mask, int rows, int cols, float* small,
+                         ptrdiff_t small_stride, char* words, ptrdiff_t word_stride);
+  // c[j][0 .. cols) += sum_i p[i * p_stride + j] * q[i], j < rank: gradients of LoRA factors, rows i in order.
+  void (*outer)(const float* p, ptrdiff_t p_stride, int rank, Format q_format, const char* q, ptrdiff_t q_stride,
+                const int32_t* q_rows, int rows, int cols, float* c);
+  // c[i][0 .. cols) *= mask of (routes[i], col0 + column).
+  void (*dropout)(const Dropout& dropout, const int64_t* routes, int64_t col0, int rows, int cols, float* c,
+                  ptrdiff_t c_stride);
+  // Rows of words -> fp32, cols elements from element col0.
+  void (*load_rows)(const char* words, ptrdiff_t stride, const int32_t* row_index, int64_t col0, int rows, int cols,
+                    float* out, ptrdiff_t out_stride);
+};
+
+// [compute dtype: 0 bf16, 1 fp32]
+extern const Kernels kScalarKernels[2];
+extern const Kernels kAvx2Kernels[2];
+extern const Kernels kAvx512Bf16Kernels[2];
+
+}  // namespace ktft

@@ -1,0 +1,261 @@
+#include "layer.h"
+
+#include <algorithm>
+
+namespace ktft {
+
+namespace {
+
+// Scratch for one wave's rows, per thread. Larger waves mean fewer barriers; at 24 MiB a wave of Qwen3-30B's shape holds thousands
+// of rows per thread, so barriers and uneven last tasks cost well under a percent.
+constexpr int64_t kWaveBytesPerThread = 24 << 20;
+constexpr int64_t kMinWaveRows = 256;
+
+}  // namespace
+
+Layer::Layer(const LayerCall& call)
+    : call_(call),
+      kernels_(kernels_for(call.isa, call.compute)),
+      pool_(Pool::instance()),
+      lock_(pool_.call_mutex),
+      routes_(group_routes(call.top_k_index, call.top_k_weights, call.tokens, call.top_k, call.experts)),
+      hidden_stride_(words(call.hidden) * 4),
+      inter_stride_(words(call.intermediate) * 4),
+      dropout_(call.dropout_p > 0 && !call.adapters.empty()) {}
+
+void Layer::cut_waves(int64_t bytes_per_row) {
+  const int64_t budget = std::max(kMinWaveRows, kWaveBytesPerThread * call_.threads / std::max<int64_t>(bytes_per_row, 1));
+  const int64_t total = routes_.offset.back();
+  Wave wave{0, 0, {}, {}};
+  const auto close = [&](int64_t at) {
+    if (wave.end > wave.begin) {
+      wave_rows_ = std::max(wave_rows_, wave.end - wave.begin);
+      waves_.push_back(std::move(wave));
+    }
+    wave = Wave{at, at, {}, {}};
+  };
+  for (int64_t e = 0; e < call_.experts; ++e) {
+    int64_t begin = routes_.offset[size_t(e)];
+    const int64_t end = routes_.offset[size_t(e) + 1];
+    while (begin < end) {
+      const int64_t take = std::min(end - begin, wave.begin + budget - begin);
+      wave.experts.push_back({e, begin, begin + take});
+      for (int64_t row = begin; row < begin + take; row += kChunk)
+        wave.chunks.push_back({e, row, std::min(row + kChunk, begin + take)});
+      begin += take;
+      wave.end = begin;
+      if (wave.end - wave.begin >= budget) close(begin);
+    }
+  }
+  close(total);
+}
+
+void Layer::take_workers() {
+  const int64_t widest = words(std::max(call_.hidden, call_.intermediate));
+  int64_t rank = 0, rank_words = 0;
+  for (const Adapter& adapter : call_.adapters) {
+    rank = std::max(rank, adapter.rank);
+    rank_words += words(adapter.rank);
+  }
+  workers_.resize(size_t(call_.threads));
+  for (Worker& worker : workers_) {
+    worker.c[0] = take<float>(kChunk * kBlock);
+    worker.c[1] = take<float>(kChunk * kBlock);
+    worker.operands = take<char>((2 * widest + 2 * rank_words) * kBlock * 4);
+    worker.masked = take<char>(dropout_ ? kChunk * widest * 4 : 0);
+    worker.masked_row = take<float>(dropout_ ? widest * kernels_.group : 0);
+    worker.outer = take<float>(rank * kBlock);
+  }
+}
+
+LowRank Layer::take_low_rank(int64_t rank) {
+  LowRank low;
+  low.values = take<float>(wave_rows_ * rank);
+  low.words = take<char>(wave_rows_ * words(rank) * 4);
+  return low;
+}
+
+bool Layer::is_words(int64_t elements) const {
+  return kernels_.word_format == call_.compute && elements % kernels_.group == 0;
+}
+
+Rows Layer::tensor_rows(const char* tensor, char* copy) {
+  const int64_t row_bytes = call_.hidden * size_of(call_.compute);
+  if (is_words(call_.hidden)) return {tensor, row_bytes, nullptr};
+  parallel((call_.tokens + kChunk - 1) / kChunk, [&](int64_t task, Worker&) {
+    const int64_t first = task * kChunk, count = std::min<int64_t>(kChunk, call_.tokens - first);
+    kernels_.decode_rows(call_.compute, tensor + first * row_bytes, row_bytes, count, call_.hidden,
+                         copy + first * hidden_stride_, hidden_stride_);
+  });
+  return {copy, hidden_stride_, nullptr};
+}
+
+Operand Layer::prepare(Worker& worker, Direction direction, const char* matrix, int64_t row_stride, Format format,
+                       bool transposed, int64_t reduction, int64_t column, int columns) const {
+  Operand operand;
+  operand.words = words(reduction);
+  operand.nt = (direction == kForward) != transposed;
+  if (operand.nt) {
+    const char* rows = matrix + column * row_stride;
+    if (format == kernels_.word_format && reduction % kernels_.group == 0 && format == call_.compute) {
+      operand.data = rows;  // the file itself
+      operand.stride = row_stride;
+      return operand;
+    }
+    char* block = worker.operands + worker.used;
+    operand.data = block;
+    operand.stride = operand.words * 4;
+    kernels_.decode_rows(format, rows, row_stride, columns, reduction, block, operand.stride);
+  } else {
+    char* block = worker.operands + worker.used;
+    operand.data = block;
+    kernels_.decode_panel(format, matrix + column * size_of(format), row_stride, reduction, columns, block);
+  }
+  worker.used += operand.words * kBlock * 4;
+  return operand;
+}
+
+Operand Layer::base_operand(Worker& worker, Direction direction, Projection p, int64_t expert, int64_t block) const {
+  const Matrices& m = matrices(p);
+  const bool input_is_hidden = (p == kDown) == (direction == kBackward);
+  const int64_t reduction = input_is_hidden ? call_.hidden : call_.intermediate;
+  const int64_t columns = input_is_hidden ? call_.intermediate : call_.hidden;
+  return prepare(worker, direction, reinterpret_cast<const char*>(m.addresses[expert]), m.row_stride, m.format, m.transposed,
+                 reduction, block * kBlock, block_columns(columns, block));
+}
+
+int64_t Layer::factor_rows(int adapter, int factor) const {
+  if (factor % 2 == 0) return call_.adapters[size_t(adapter)].rank;
+  return factor / 2 == kDown ? call_.hidden : call_.intermediate;
+}
+
+int64_t Layer::factor_cols(int adapter, int factor) const {
+  if (factor % 2 == 1) return call_.adapters[size_t(adapter)].rank;
+  return factor / 2 == kDown ? call_.intermediate : call_.hidden;
+}
+
+const char* Layer::factor_address(int adapter, int factor, int64_t expert) const {
+  const Adapter& a = call_.adapters[size_t(adapter)];
+  return a.factors[factor] + expert * factor_rows(adapter, factor) * factor_cols(adapter, factor) * size_of(a.format);
+}
+
+Operand Layer::lora_operand(Worker& worker, Direction direction, int adapter, int factor, int64_t expert,
+                            int64_t block) const {
+  const Adapter& a = call_.adapters[size_t(adapter)];
+  const int64_t rows = factor_rows(adapter, factor), cols = factor_cols(adapter, factor);
+  const int64_t reduction = direction == kForward ? cols : rows, columns = direction == kForward ? rows : cols;
+  return prepare(worker, direction, factor_address(adapter, factor, expert), cols * size_of(a.format), a.format, false,
+                 reduction, block * kBlock, block_columns(columns, block));
+}
+
+void Layer::multiply(const Term* terms, int count, int rows, int columns, float* c) const {
+  Segment segments[2 * kMaxAdapters + 2];
+  bool accumulate = false;
+  for (const bool nt : {true, false}) {
+    int used = 0;
+    for (int i = 0; i < count; ++i) {
+      const Term& t = terms[i];
+      if (t.operand.nt != nt) continue;
+      Segment& s = segments[used++];
+      s.a = t.rows.index ? t.rows.words : t.rows.words + t.first * t.rows.stride;
+      s.a_stride = t.rows.stride;
+      s.a_rows = t.rows.index ? t.rows.index + t.first : nullptr;
+      s.b = t.operand.data;
+      s.b_stride = t.operand.stride;
+      s.words = t.operand.words;
+    }
+    if (used == 0) continue;
+    (nt ? kernels_.gemm_nt : kernels_.gemm_nn)(segments, used, rows, columns, c, accumulate);
+    accumulate = true;
+  }
+}
+
+Dropout Layer::dropout_for(int adapter, int site) const {
+  return {call_.dropout_seed, uint32_t(adapter * 2 + site), uint32_t(call_.dropout_p * 4294967296.0),
+          float(1.0 / (1.0 - call_.dropout_p))};
+}
+
+Rows Layer::low_rank_rows(const LowRank& low, int adapter) const {
+  return {low.words, words(call_.adapters[size_t(adapter)].rank) * 4, nullptr};
+}
+
+void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows rows, bool rows_by_token, Direction direction,
+                     int adapter, int factor, int dropout_site, const LowRank& low) const {
+  const Adapter& a = call_.adapters[size_t(adapter)];
+  const int count = int(chunk.end - chunk.begin);
+  const int64_t inside = chunk.begin - wave.begin;
+  Term term{rows, inside, {}};
+  if (rows_by_token) {
+    term.rows.index = routes_.token.data();
+    term.first = chunk.begin;
+  }
+  if (dropout_ && dropout_site >= 0) {  // round(mask * row), a row at a time
+    const int64_t elements = factor_cols(adapter, factor), stride = words(elements) * 4;
+    const Dropout mask = dropout_for(adapter, dropout_site);
+    for (int i = 0; i < count; ++i) {
+      const int32_t row = term.rows.index ? term.rows.index[term.first + i] : int32_t(term.first + i);
+      kernels_.load_rows(term.rows.words, term.rows.stride, &row, 0, 1, int(elements), worker.masked_row, elements);
+      kernels_.dropout(mask, &routes_.route[size_t(chunk.begin + i)], 0, 1, int(elements), worker.masked_row, elements);
+      kernels_.decode_rows(kFp32, reinterpret_cast<const char*>(worker.masked_row), 0, 1, elements,
+                           worker.masked + i * stride, stride);
+    }
+    term = {{worker.masked, stride, nullptr}, 0, {}};
+  }
+  uint8_t keep[kChunk];
+  if (call_.adapter_ids)
+    for (int i = 0; i < count; ++i) keep[i] = call_.adapter_ids[routes_.token[size_t(chunk.begin + i)]] == adapter;
+  const int64_t word_stride = words(a.rank) * 4, element = size_of(kernels_.word_format);
+  for (int64_t block = 0; block < blocks(a.rank); ++block) {
+    worker.used = 0;
+    const int columns = block_columns(a.rank, block);
+    term.operand = lora_operand(worker, direction, adapter, factor, chunk.expert, block);
+    multiply(&term, 1, count, columns, worker.c[0]);
+    kernels_.store_low_rank(worker.c[0], a.scaling, call_.adapter_ids ? keep : nullptr, count, columns,
+                            low.values + inside * a.rank + block * kBlock, a.rank,
+                            low.words + inside * word_stride + block * kBlock * element, word_stride);
+  }
+}
+
+void Layer::low_rank_inputs(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up) {
+  if (adapters() == 0) return;
+  parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
+    for (int n = 0; n < adapters(); ++n) {
+      low_rank(worker, wave, wave.chunks[size_t(task)], x, true, kForward, n, 0, 0, gate[size_t(n)]);
+      low_rank(worker, wave, wave.chunks[size_t(task)], x, true, kForward, n, 2, 0, up[size_t(n)]);
+    }
+  });
+}
+
+void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up, char* saved,
+                    char* h) {
+  const int64_t column_blocks = blocks(call_.intermediate);
+  const int64_t saved_element = size_of(call_.compute), saved_stride = 2 * call_.intermediate * saved_element;
+  x.index = routes_.token.data();
+  parallel(int64_t(wave.experts.size()) * column_blocks, [&](int64_t task, Worker& worker) {
+    const Piece& piece = wave.experts[size_t(task / column_blocks)];
+    const int64_t block = task % column_blocks;
+    const int columns = block_columns(call_.intermediate, block);
+    Term terms[2][kMaxAdapters + 1];
+    for (const Projection p : {kGate, kUp}) {
+      terms[p][0] = {x, 0, base_operand(worker, kForward, p, piece.expert, block)};
+      for (int n = 0; n < adapters(); ++n)
+        terms[p][n + 1] = {low_rank_rows((p == kGate ? gate : up)[size_t(n)], n), 0,
+                           lora_operand(worker, kForward, n, 2 * p + 1, piece.expert, block)};
+    }
+    for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
+      const int count = int(std::min<int64_t>(kChunk, piece.end - row));
+      const int64_t inside = row - wave.begin;
+      for (const Projection p : {kGate, kUp}) {
+        terms[p][0].first = row;
+        for (int n = 0; n < adapters(); ++n) terms[p][n + 1].first = inside;
+        multiply(terms[p], adapters() + 1, count, columns, worker.c[p]);
+      }
+      char* saved_gate = saved ? saved + inside * saved_stride + block * kBlock * saved_element : nullptr;
+      kernels_.swiglu_forward(worker.c[kGate], worker.c[kUp], count, columns, saved_gate,
+                              saved ? saved_gate + call_.intermediate * saved_element : nullptr, saved_stride,
+                              h + inside * inter_stride_ + block * kBlock * size_of(kernels_.word_format), inter_stride_);
+    }
+  });
+}
+
+}  // namespace ktft

@@ -1,0 +1,63 @@
+// One layer of routed experts with SwiGLU and LoRA, forward and backward, on raw pointers. Knows no ISA, no torch, no Python.
+//
+//   gate = x Wgᵀ + s (drop0(x) Agᵀ) Bgᵀ     up likewise     h = silu(gate) * up
+//   y    = h Wdᵀ + s (drop1(h) Adᵀ) Bdᵀ     out[t] = sum over the token's routes, by ascending expert, of weight * y
+//
+// Routes are grouped by expert and processed in waves of rows, so that scratch depends on the number of threads and on T * H,
+// never on T * k * I. Within a wave each phase is a list of independent tasks, one per block of 64 output columns.
+#pragma once
+#include <stdint.h>
+
+#include <vector>
+
+#include "cpu.h"
+
+namespace ktft {
+
+// One matrix per expert: y = x Wᵀ with W [rows, cols] stored row-major, or Wᵀ [cols, rows] stored row-major if transposed.
+struct Matrices {
+  const int64_t* addresses;  // [E]
+  int64_t row_stride;        // bytes between stored rows
+  Format format;
+  bool transposed;
+};
+
+constexpr int kMaxAdapters = 64;
+
+struct Adapter {
+  // gate_a [E,r,H], gate_b [E,I,r], up_a, up_b, down_a [E,r,I], down_b [E,H,r], contiguous
+  const char* factors[6];
+  Format format;
+  int64_t rank;
+  float scaling;
+};
+
+struct LayerCall {
+  int64_t tokens, top_k, experts, hidden, intermediate;
+  const char* x;               // [T, H] in the compute dtype
+  const int64_t* top_k_index;  // [T, k]
+  const float* top_k_weights;  // [T, k]
+  Matrices gate, up, down;
+  std::vector<Adapter> adapters;
+  const int64_t* adapter_ids;  // [T] or null: all adapters on all tokens
+  double dropout_p;
+  uint64_t dropout_seed;
+  Format compute;
+  Isa isa;
+  int threads;
+};
+
+// out [T, H] in the compute dtype. saved [T * k, 2, I] in the compute dtype or null: gate and up pre-activations of the routes sorted
+// by expert; rows of invalid ids are zeroed.
+void forward(const LayerCall& call, char* out, char* saved);
+
+struct Gradients {  // null members are not computed
+  char* x;                      // [T, H] in the compute dtype
+  float* top_k_weights;         // [T, k]
+  std::vector<float*> factors;  // 6 per adapter, shaped like the factors, zeroed by the caller; empty: not computed
+};
+
+// grad_out [T, H] in the compute dtype; saved as forward wrote it, or null to recompute.
+void backward(const LayerCall& call, const char* grad_out, const char* saved, const Gradients& gradients);
+
+}  // namespace ktft

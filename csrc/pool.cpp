@@ -1,0 +1,121 @@
+#include "pool.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <new>
+
+namespace ktft {
+
+namespace {
+
+// Long enough to cover the gap between two phases of a call, short enough that an idle process stays idle.
+constexpr auto kSpin = std::chrono::microseconds(50);
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Spin until done() or kSpin has passed.
+template <class Done>
+bool spin_until(Done done) {
+  const auto start = std::chrono::steady_clock::now();
+  do {
+    for (int i = 0; i < 64; ++i) {
+      if (done()) return true;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() - start < kSpin);
+  return done();
+}
+
+}  // namespace
+
+char* Arena::reserve(size_t bytes) {
+  if (bytes > capacity_) {
+    if (data_) munmap(data_, capacity_);
+    data_ = nullptr;
+    capacity_ = 0;
+    const size_t rounded = (bytes + 4095) & ~size_t(4095);
+    void* memory = mmap(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    data_ = static_cast<char*>(memory);
+    capacity_ = rounded;
+  }
+  return data_;
+}
+
+Pool& Pool::instance() {
+  static std::mutex mutex;
+  static Pool* pool = nullptr;
+  static pid_t owner = 0;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (owner != getpid()) {  // first use, or a forked child, which has none of the parent's threads
+    pool = new Pool;        // never destroyed: workers may be asleep in it when the process exits
+    owner = getpid();
+  }
+  return *pool;
+}
+
+void Pool::grow(int threads) {
+  while (int(workers_.size()) + 1 < threads) {
+    const int index = int(workers_.size()) + 1;
+    workers_.emplace_back(&Pool::worker_loop, this, index, job_.load());
+    workers_.back().detach();
+  }
+}
+
+void Pool::work(int worker) {
+  try {
+    for (int64_t task; (task = ticket_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) task_(context_, task, worker);
+  } catch (...) {
+    const std::lock_guard<std::mutex> lock(error_mutex_);
+    if (!error_) error_ = std::current_exception();
+    ticket_.store(tasks_);
+  }
+}
+
+void Pool::run_job(int threads, int64_t tasks, Task task, void* context) {
+  if (tasks <= 0) return;
+  if (threads > tasks) threads = int(tasks);
+  grow(threads);
+  task_ = task;
+  context_ = context;
+  tasks_ = tasks;
+  error_ = nullptr;
+  ticket_.store(0, std::memory_order_relaxed);
+  if (threads > 1) {
+    running_.store(threads - 1, std::memory_order_relaxed);
+    job_.store(((job_.load() >> 16) + 1) << 16 | uint64_t(threads));
+    if (sleepers_.load() > 0) {
+      { const std::lock_guard<std::mutex> lock(sleep_mutex_); }
+      wake_.notify_all();
+    }
+  }
+  work(0);
+  if (threads > 1)
+    while (!spin_until([&] { return running_.load(std::memory_order_acquire) == 0; })) std::this_thread::yield();
+  if (error_) std::rethrow_exception(error_);
+}
+
+void Pool::worker_loop(int index, uint64_t seen) {
+  for (;;) {
+    const auto changed = [&] { return job_.load() != seen; };
+    if (!spin_until(changed)) {
+      std::unique_lock<std::mutex> lock(sleep_mutex_);
+      sleepers_.fetch_add(1);
+      wake_.wait(lock, changed);
+      sleepers_.fetch_sub(1);
+    }
+    seen = job_.load();
+    if (index < int(seen & 0xffff)) {
+      work(index);
+      running_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+}
+
+}  // namespace ktft

@@ -1,0 +1,67 @@
+// Threads and scratch memory for one expert-layer call at a time.
+//
+// The caller is worker 0. Other workers spin for a short while after a job, then sleep: idle costs no CPU. Tasks are handed out by
+// one atomic ticket; nothing about a result may depend on who runs a task. Calls from several threads are served one after the
+// other (Pool::call_mutex). After fork the child gets a pool of its own.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace ktft {
+
+// Memory that is kept between calls and grows to the largest call; pages are touched only when used.
+class Arena {
+ public:
+  // At least `bytes`, 64-byte aligned, contents undefined. Invalidates what earlier calls returned. Throws std::bad_alloc.
+  char* reserve(size_t bytes);
+  size_t capacity() const { return capacity_; }
+
+ private:
+  char* data_ = nullptr;
+  size_t capacity_ = 0;
+};
+
+class Pool {
+ public:
+  static Pool& instance();
+
+  std::mutex call_mutex;
+  Arena arena;
+
+  // f(task, worker) for every task in [0, tasks), on up to `threads` threads including the caller. The first exception is rethrown.
+  template <class Function>
+  void run(int threads, int64_t tasks, Function f) {
+    run_job(threads, tasks, [](void* context, int64_t task, int worker) { (*static_cast<Function*>(context))(task, worker); }, &f);
+  }
+
+ private:
+  using Task = void (*)(void* context, int64_t task, int worker);
+
+  Pool() = default;
+  void run_job(int threads, int64_t tasks, Task task, void* context);
+  void grow(int threads);
+  void worker_loop(int index, uint64_t seen);
+  void work(int worker);
+
+  std::vector<std::thread> workers_;
+  std::atomic<uint64_t> job_{0};  // counter << 16 | participants: one load tells a worker whether a job is new and its own
+  std::atomic<int> sleepers_{0};
+  std::mutex sleep_mutex_;
+  std::condition_variable wake_;
+
+  Task task_ = nullptr;
+  void* context_ = nullptr;
+  int64_t tasks_ = 0;
+  std::atomic<int64_t> ticket_{0};
+  std::atomic<int> running_{0};
+  std::exception_ptr error_;
+  std::mutex error_mutex_;
+};
+
+}  // namespace ktft
