@@ -54,11 +54,9 @@ class CpuExperts(nn.Module):
         num_experts, hidden_size, intermediate_size: E, H, I; 0 until :meth:`attach`.
         recompute: False keeps gate and up pre-activations for backward (2·S·I values in the compute dtype), True
             keeps nothing and computes them again.
-        weight: an empty CPU buffer that never moves; code that asks a layer where its weight is (PEFT) gets the right
+        weight: an empty CPU tensor that never moves; code that asks a layer where its weight is (PEFT) gets the right
             answer.
     """
-
-    weight: torch.Tensor
 
     def __init__(self, config: object = None, *args: object, **kwargs: object) -> None:
         super().__init__()
@@ -66,17 +64,14 @@ class CpuExperts(nn.Module):
         self.names: ExpertNames | None = None
         self.num_experts = self.hidden_size = self.intermediate_size = 0
         self.recompute = False
-        self._reset_weight()
-
-    def _reset_weight(self) -> None:
-        self.register_buffer("weight", torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False)
+        # A plain attribute: as a buffer, transformers would place it on the accelerator and DDP would broadcast it.
+        self.weight = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def attach(self, weights: ExpertWeights, names: ExpertNames, *, recompute: bool = False) -> None:
         """Point the module at its weights. The module keeps them alive."""
         self.weights, self.names, self.recompute = weights, names, recompute
         self.num_experts = weights.num_experts
         self.hidden_size, self.intermediate_size = weights.hidden_size, weights.intermediate_size
-        self._reset_weight()  # transformers' loader may have placed the buffer on an accelerator
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """The experts without LoRA: [T, H] -> [T, H] in hidden's dtype and on hidden's device."""
@@ -136,8 +131,8 @@ class CpuExperts(nn.Module):
         if refused:
             error_msgs.append(
                 f"{len(refused)} tensors lie under {prefix.rstrip('.')!r}, whose weights are mapped from the "
-                f"checkpoint and cannot be loaded from a state dict; the first is {refused[0]!r}. An adapter is loaded with "
-                "ktft.load_adapter, other weights by loading another checkpoint with ktft.load_model."
+                f"checkpoint and cannot be loaded from a state dict; the first is {refused[0]!r}. An adapter is loaded "
+                "with ktft.load_adapter, other weights by loading another checkpoint with ktft.load_model."
             )
 
     def extra_repr(self) -> str:

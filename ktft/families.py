@@ -72,7 +72,7 @@ def stock_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) ->
     try:
         with torch.device("meta"):
             # from_config writes into the config it is given.
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), trust_remote_code=trust_remote_code
             )
     except ValueError as error:
