@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, tiny_checkpoint, tiny_input
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ktft import reference
 from ktft.experts import CpuExperts, ExpertNames
 from ktft.model import load_model
+from tests.tiny_models import FAMILIES, tiny_checkpoint, tiny_input
 
 # Two fp32 implementations that differ in the order of additions only; the project's promise for fp32 mode.
 LOGITS, GRADIENTS = 1e-5, 1e-4
