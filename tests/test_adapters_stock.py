@@ -51,7 +51,10 @@ for _family in FAMILIES:
     )
 CASES["experts-only"] = ("olmoe", {"r": 2, "lora_alpha": 2, "target_modules": ["experts"]})
 CASES["attention-only"] = ("qwen2_moe", {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]})
-CASES["one-layer"] = ("mixtral", {"r": 2, "lora_alpha": 4, "target_modules": ["experts", "q_proj"], "layers_to_transform": [1]})
+CASES["one-layer"] = (
+    "mixtral",
+    {"r": 2, "lora_alpha": 4, "target_modules": ["experts", "q_proj"], "layers_to_transform": [1]},
+)
 CASES["all-linear"] = ("qwen2_moe", {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"})
 CASES["layer-ranks"] = (
     "deepseek_v3",
@@ -66,10 +69,17 @@ CASES["layer-ranks"] = (
 
 # name -> (family, fields of the stock config)
 FUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    "fused-qwen3_moe": ("qwen3_moe", {"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}),
+    "fused-qwen3_moe": (
+        "qwen3_moe",
+        {"target_modules": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]},
+    ),
     "fused-mixtral": (
         "mixtral",
-        {"target_modules": [], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "use_rslora": True},
+        {
+            "target_modules": [],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+            "use_rslora": True,
+        },
     ),
     "fused-ranks": (
         "olmoe",
@@ -139,7 +149,10 @@ def _stock_train(job: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def _stock_process(jobs: str) -> None:
     torch.set_num_threads(1)
-    actions: dict[str, Callable[[dict[str, Any]], dict[str, torch.Tensor]]] = {"apply": _stock_apply, "train": _stock_train}
+    actions: dict[str, Callable[[dict[str, Any]], dict[str, torch.Tensor]]] = {
+        "apply": _stock_apply,
+        "train": _stock_train,
+    }
     for job in json.loads(Path(jobs).read_text()):
         save_file(actions[job["action"]](job), job["result"])
     assert not any(name.partition(".")[0] == "ktft" for name in sys.modules)
@@ -192,7 +205,9 @@ def crossed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         jobs.append({"action": "apply", "name": name, "base": bases[family], "adapter": str(root / name)})
     for name, (family, config) in FUSED.items():
         ours[name] = {"directory": root / name, "family": bases[family]}
-        jobs.append({"action": "train", "name": name, "base": bases[family], "adapter": str(root / name), "config": config})
+        jobs.append(
+            {"action": "train", "name": name, "base": bases[family], "adapter": str(root / name), "config": config}
+        )
     for job in jobs:
         job["result"] = str(root / f"{job['name']}.result")
     (root / "jobs.json").write_text(json.dumps(jobs))

@@ -112,6 +112,11 @@ def check_config(config: LoraConfig, *, may_name_parameters: bool = False) -> No
         raise AdapterError(f"ktft trains LoRA adapters; got {type(config).__name__}. Use peft.LoraConfig.")
     if config.task_type not in (None, "CAUSAL_LM"):
         raise AdapterError(f"task_type is {config.task_type!r}; ktft adapts causal language models: 'CAUSAL_LM'")
+    if config.init_lora_weights not in (True, False, "gaussian"):
+        raise AdapterError(
+            f"init_lora_weights={config.init_lora_weights!r} is not supported: it reads or changes base weights, and those of the "
+            "experts are mapped. Use True or 'gaussian'."
+        )
     defaults = LoraConfig()
     for field in dataclasses.fields(config):
         value, default = getattr(config, field.name), getattr(defaults, field.name)
@@ -122,11 +127,6 @@ def check_config(config: LoraConfig, *, may_name_parameters: bool = False) -> No
                 f"LoraConfig.{field.name}={value!r} is not supported on a model with mapped experts; "
                 f"leave it at {default!r}.{_ADVICE.get(field.name, '')}"
             )
-    if config.init_lora_weights not in (True, False, "gaussian"):
-        raise AdapterError(
-            f"init_lora_weights={config.init_lora_weights!r} is not supported: it reads or changes base weights, and those of the "
-            "experts are mapped. Use True or 'gaussian'."
-        )
     if not 0 <= config.lora_dropout < 1:
         raise AdapterError(f"lora_dropout={config.lora_dropout!r}; expected a number in [0, 1)")
 

@@ -93,6 +93,7 @@ class StoredAdapter:
     Attributes:
         experts, linears: what it adapts, by module path in the model.
         training: the training form of the config, if ktft wrote the file.
+        peft_version: as the config says; LoraConfig would fill in the installed one.
     """
 
     directory: Path
@@ -101,6 +102,7 @@ class StoredAdapter:
     experts: dict[str, StoredExperts]
     linears: dict[str, StoredLinear]
     training: dict[str, Any] | None
+    peft_version: str | None
 
     def layers(self) -> dict[str, tuple[int, float]]:
         """Module path -> (rank, scaling) that a layer must have to hold this adapter."""
@@ -155,7 +157,7 @@ def read_adapter(directory: Path, model: nn.Module) -> StoredAdapter:
     Raises:
         AdapterError: names the file, key or tensor.
     """
-    config = _read_config(directory)
+    config, peft_version = _read_config(directory)
     path = directory / WEIGHTS_FILE
     if not path.is_file():
         found = sorted(file.name for file in directory.iterdir())
@@ -166,7 +168,7 @@ def read_adapter(directory: Path, model: nn.Module) -> StoredAdapter:
             metadata = file.metadata() or {}
     except (CheckpointError, SafetensorError) as error:
         raise AdapterError(f"{path} cannot be read: {error}") from None
-    stored = StoredAdapter(directory, config, tensors, {}, {}, _training(metadata, path))
+    stored = StoredAdapter(directory, config, tensors, {}, {}, _training(metadata, path), peft_version)
     modules = dict(base_modules(model))
     _assign(stored, modules)
     for experts in stored.experts.values():
@@ -177,7 +179,7 @@ def read_adapter(directory: Path, model: nn.Module) -> StoredAdapter:
     return stored
 
 
-def _read_config(directory: Path) -> LoraConfig:
+def _read_config(directory: Path) -> tuple[LoraConfig, str | None]:
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise AdapterError(f"{directory} has no {CONFIG_FILE}, so it is no PEFT adapter")
@@ -185,8 +187,10 @@ def _read_config(directory: Path) -> LoraConfig:
         values = json.loads(path.read_text())
     except ValueError as error:
         raise AdapterError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(values, dict) or values.get("peft_type") != "LORA":
-        raise AdapterError(f"{path}: expected a LoRA adapter (peft_type 'LORA'), found {values!r:.80}")
+    if not isinstance(values, dict):
+        raise AdapterError(f"{path}: expected a JSON object, found {type(values).__name__}")
+    if values.get("peft_type") != "LORA":
+        raise AdapterError(f"{path}: peft_type is {values.get('peft_type')!r}; ktft loads 'LORA' adapters")
     if values.get("lora_B_layout", "rank_major") != "rank_major":
         raise AdapterError(
             f"{path}: lora_B_layout {values['lora_B_layout']!r} orders the columns of fused expert tensors unlike PEFT; "
@@ -202,7 +206,7 @@ def _read_config(directory: Path) -> LoraConfig:
         check_config(config, may_name_parameters=True)
     except AdapterError as error:
         raise AdapterError(f"{path}: {error}") from None
-    return config
+    return config, values.get("peft_version")
 
 
 def _training(metadata: Mapping[str, str], path: Path) -> dict[str, Any] | None:
@@ -360,29 +364,32 @@ def _check_fused(entry: StoredExperts, stored: StoredAdapter) -> None:
 
 
 def _refuse_legacy(entry: StoredExperts, stored: StoredAdapter) -> None:
-    """PEFT before 0.19.1 wrote fused experts with in and out exchanged."""
-    try:
-        version = Version(str(stored.config.peft_version).partition("@")[0])
-    except InvalidVersion:
-        version = None
-    experts = entry.experts
-    h, i = experts.hidden_size, experts.intermediate_size
-    exchanged = [
-        key
-        for (slot, _), key in entry.keys.items()
-        if slot.endswith("_a") and stored.tensors[key].shape[1:] == ((h,) if slot == "down_a" else (2 * i,))
-    ]
-    told_apart = h != i if any(slot == "down_a" for slot, _ in entry.keys) else h != 2 * i
-    if version is not None and version < FIRST_PEFT_WITH_TODAYS_LAYOUT:
-        why = f"PEFT {version} wrote it"
-    elif exchanged and (told_apart and h != 2 * i):
-        why = f"tensor {exchanged[0]!r} has shape {stored.tensors[exchanged[0]].shape}"
+    """PEFT before 0.19.1 wrote fused experts with in and out exchanged. The version in the config tells, or else the shapes."""
+    h, i = entry.experts.hidden_size, entry.experts.intermediate_size
+    # slot of A -> columns today, columns then
+    columns = {"gate_a": (h, 2 * i), "down_a": (i, h)}
+    held = {slot: stored.tensors[entry.keys[slot, None]].shape for slot in columns if (slot, None) in entry.keys}
+    telling = {slot: shape for slot, shape in held.items() if columns[slot][0] != columns[slot][1]}
+    if stored.peft_version is not None:
+        try:
+            legacy = Version(stored.peft_version.partition("@")[0]) < FIRST_PEFT_WITH_TODAYS_LAYOUT
+        except InvalidVersion as error:
+            raise AdapterError(f"{stored.directory / CONFIG_FILE}: peft_version: {error}") from None
+        why = f"PEFT {stored.peft_version} wrote it"
+    elif telling or not held:
+        legacy = any(shape[1:] == (columns[slot][1],) for slot, shape in telling.items())
+        why = f"tensors have the shapes {[list(shape) for shape in telling.values()]}"
     else:
-        return
-    raise AdapterError(
-        f"{stored.directory} holds fused expert tensors with in and out exchanged, the layout of PEFT before "
-        f"{FIRST_PEFT_WITH_TODAYS_LAYOUT} ({why}). Save it again with a newer PEFT."
-    )
+        raise AdapterError(
+            f"{stored.directory}: neither peft_version in {CONFIG_FILE} nor the shapes tell which layout the fused expert "
+            f"tensors have; PEFT before {FIRST_PEFT_WITH_TODAYS_LAYOUT} exchanged in and out. If a newer PEFT wrote them, add "
+            f"its version as 'peft_version' to {CONFIG_FILE}."
+        )
+    if legacy:
+        raise AdapterError(
+            f"{stored.directory} holds fused expert tensors with in and out exchanged, the layout of PEFT before "
+            f"{FIRST_PEFT_WITH_TODAYS_LAYOUT} ({why}). Save it again with a newer PEFT."
+        )
 
 
 def _check_linear(name: str, linear: StoredLinear, stored: StoredAdapter) -> None:
