@@ -1,11 +1,11 @@
 """The torch op ``ktft::moe_experts``: schema, CPU and CUDA entries, fake, autograd. The only importer of the extension.
 
-What backward needs is an *output* of the forward op (torch.library's rule), so that selective checkpointing can keep it and
-torch.compile can see it. The op is pure: no state between calls, any number of forwards before any number of backwards, from
-several threads. Modules call :func:`moe_experts`; the raw op is ``torch.ops.ktft.moe_experts``.
+What backward needs is an *output* of the forward op (torch.library's rule), so that selective checkpointing can keep
+it and torch.compile can see it. The op is pure: no state between calls, any number of forwards before any number of
+backwards, from several threads. Modules call :func:`moe_experts`; the raw op is ``torch.ops.ktft.moe_experts``.
 
-Environment, read once at import: ``KTFT_ISA`` (a level of :func:`cpu_report`; a level above the machine is an error) and
-``KTFT_THREADS`` (default: ``torch.get_num_threads()`` at each call).
+Environment, read once at import: ``KTFT_ISA`` (a level of :func:`cpu_report`; a level above the machine is an error)
+and ``KTFT_THREADS`` (default: ``torch.get_num_threads()`` at each call).
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _FORMAT_CODES = {"bf16": 0, "fp32": 1}
 _LORA_FORMATS = {torch.bfloat16: 0, torch.float32: 1}
 
 
-# --- ISA level and threads -------------------------------------------------------------------------------------------------------
+# --- ISA level and threads
 
 
 def isa_levels(features: dict[str, bool] | None = None) -> dict[str, str]:
-    """Every ISA level, lowest first, with the CPU features it lacks ('' if it may run on this machine, or on ``features``)."""
+    """Every ISA level, lowest first, with the CPU features it lacks ('' if it may run on this machine, or on
+    ``features``)."""
     return dict(_C.isa_levels(_C.cpu_features() if features is None else features))
 
 
@@ -69,6 +70,7 @@ def _threads_from_environment() -> int | None:
     return int(text)
 
 
+_LEVELS = tuple(isa_levels())
 _isa, _isa_reason = choose_isa(os.environ.get("KTFT_ISA"))
 _threads: int | None = _threads_from_environment()
 
@@ -80,7 +82,8 @@ def num_threads() -> int:
 
 @contextlib.contextmanager
 def override(*, isa: str | None = None, threads: int | None = None) -> Iterator[None]:
-    """Run the kernels at another ISA level or thread count (process-wide) within the block. For tests and benchmarks."""
+    """Run the kernels at another ISA level or thread count (process-wide) within the block. For tests and
+    benchmarks."""
     global _isa, _threads
     before = _isa, _threads
     try:
@@ -94,7 +97,8 @@ def override(*, isa: str | None = None, threads: int | None = None) -> Iterator[
 
 
 def cpu_report() -> dict[str, Any]:
-    """What the kernels see: ``features``, ``levels`` (available), ``missing`` (per level), ``chosen``, ``reason``, ``threads``, ``build``."""
+    """What the kernels see: ``features``, ``levels`` (available), ``missing`` (per level), ``chosen``, ``reason``,
+    ``threads``, ``build``."""
     levels = isa_levels()
     return {
         "features": _C.cpu_features(),
@@ -107,7 +111,7 @@ def cpu_report() -> dict[str, Any]:
     }
 
 
-# --- schema and checks -----------------------------------------------------------------------------------------------------------
+# --- schema and checks
 
 _library = torch.library.Library("ktft", "DEF")
 _ARGUMENTS = (
@@ -116,8 +120,8 @@ _ARGUMENTS = (
 )
 _library.define(f"moe_experts({_ARGUMENTS}, bool save) -> (Tensor, Tensor)")
 _library.define(
-    f"moe_experts_backward(Tensor grad, Tensor saved, {_ARGUMENTS}, bool need_hidden, bool need_weights, bool need_lora)"
-    " -> (Tensor, Tensor, Tensor[])"
+    f"moe_experts_backward(Tensor grad, Tensor saved, {_ARGUMENTS}, "
+    "bool need_hidden, bool need_weights, bool need_lora) -> (Tensor, Tensor, Tensor[])"
 )
 
 
@@ -138,9 +142,7 @@ def _check(
     """
     e, h, i = weights.num_experts, weights.hidden_size, weights.intermediate_size
     if hidden.dim() != 2 or hidden.shape[1] != h or hidden.dtype not in _COMPUTE:
-        raise ValueError(
-            f"hidden must be [T, {h}] in bfloat16 or float32, got {tuple(hidden.shape)} {hidden.dtype}"
-        )
+        raise ValueError(f"hidden must be [T, {h}] in bfloat16 or float32, got {tuple(hidden.shape)} {hidden.dtype}")
     tokens = hidden.shape[0]
     if top_k_index.dim() != 2 or top_k_index.shape[0] != tokens or top_k_index.dtype != torch.int64:
         raise ValueError(f"top_k_index must be int64 [{tokens}, k], got {top_k_index.dtype} {tuple(top_k_index.shape)}")
@@ -157,7 +159,9 @@ def _check(
         tensors = lora[6 * n : 6 * n + 6]
         rank = tensors[0].shape[1] if tensors[0].dim() == 3 else 0
         if not 1 <= rank <= MAX_RANK:
-            raise ValueError(f"adapter {n}: gate_a must be [E, r, H] with 1 <= r <= {MAX_RANK}, got {tuple(tensors[0].shape)}")
+            raise ValueError(
+                f"adapter {n}: gate_a must be [E, r, H] with 1 <= r <= {MAX_RANK}, got {tuple(tensors[0].shape)}"
+            )
         for name, tensor, shape in zip(LORA_NAMES, tensors, lora_shapes(e, h, i, rank), strict=True):
             if tuple(tensor.shape) != shape or tensor.dtype != tensors[0].dtype or tensor.dtype not in _LORA_FORMATS:
                 raise ValueError(
@@ -165,15 +169,19 @@ def _check(
                     f"got {tuple(tensor.shape)} {tensor.dtype}"
                 )
             if tensor.device.type not in ("cpu", "meta"):
-                raise ValueError(f"adapter {n}: {name} lies on {tensor.device}; expert LoRA lives on the CPU with the experts")
+                raise ValueError(
+                    f"adapter {n}: {name} lies on {tensor.device}; expert LoRA lives on the CPU with the experts"
+                )
     if adapter_ids is not None:
         if adapter_ids.shape != (tokens,) or adapter_ids.dtype != torch.int64:
-            raise ValueError(f"adapter_ids must be int64 [{tokens}], got {adapter_ids.dtype} {tuple(adapter_ids.shape)}")
+            raise ValueError(
+                f"adapter_ids must be int64 [{tokens}], got {adapter_ids.dtype} {tuple(adapter_ids.shape)}"
+            )
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
 
 
-# --- CPU -------------------------------------------------------------------------------------------------------------------------
+# --- CPU
 
 
 def _layer_call(
@@ -196,14 +204,19 @@ def _layer_call(
     ids = 0
     if adapter_ids is not None:
         adapter_ids = adapter_ids.contiguous()
-        if adapter_ids.numel() and not -1 <= int(adapter_ids.min()) <= int(adapter_ids.max()) < len(scaling):
-            raise ValueError(
-                f"adapter_ids must lie in [-1, {len(scaling) - 1}], got {int(adapter_ids.min())} .. {int(adapter_ids.max())}"
-            )
+        if adapter_ids.numel():
+            low, high = int(adapter_ids.min()), int(adapter_ids.max())
+            if low < -1 or high >= len(scaling):
+                raise ValueError(f"adapter_ids must lie in [-1, {len(scaling) - 1}], got {low} .. {high}")
         held.append(adapter_ids)
         ids = adapter_ids.data_ptr()
     adapters = [
-        ([t.data_ptr() for t in factors[6 * n : 6 * n + 6]], _LORA_FORMATS[factors[6 * n].dtype], factors[6 * n].shape[1], s)
+        (
+            [t.data_ptr() for t in factors[6 * n : 6 * n + 6]],
+            _LORA_FORMATS[factors[6 * n].dtype],
+            factors[6 * n].shape[1],
+            s,
+        )
         for n, s in enumerate(scaling)
     ]
     matrices = [
@@ -225,13 +238,10 @@ def _layer_call(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed & 0xFFFFFFFFFFFFFFFF,
         compute=_COMPUTE[x.dtype],
-        isa=list(isa_levels_cached).index(_isa),
+        isa=_LEVELS.index(_isa),
         threads=num_threads(),
     )
     return call, held
-
-
-isa_levels_cached = isa_levels()
 
 
 def _saved_shape(top_k_index: torch.Tensor, weights: ExpertWeights, save: bool) -> tuple[Any, ...]:
@@ -306,7 +316,7 @@ _library.impl("moe_experts", _forward_cpu, "CPU")
 _library.impl("moe_experts_backward", _backward_cpu, "CPU")
 
 
-# --- CUDA: through pinned host memory --------------------------------------------------------------------------------------------
+# --- CUDA: through pinned host memory
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -317,7 +327,8 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _forward_cuda(
-    hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, weights: int, lora: list[torch.Tensor],
+    hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, weights: int, lora:
+    list[torch.Tensor],
     scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float, dropout_seed: int, save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Hidden states on the accelerator, experts and what backward needs of them on the host."""
@@ -329,7 +340,8 @@ def _forward_cuda(
 
 
 def _backward_cuda(
-    grad: torch.Tensor, saved: torch.Tensor, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
+    grad: torch.Tensor, saved: torch.Tensor, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights:
+    torch.Tensor,
     weights: int, lora: list[torch.Tensor], scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float,
     dropout_seed: int, need_hidden: bool, need_weights: bool, need_lora: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
@@ -338,7 +350,18 @@ def _backward_cuda(
     ids = None if adapter_ids is None else _to_host(adapter_ids)
     torch.cuda.current_stream(device).synchronize()
     d_hidden, d_weights, d_lora = _backward_cpu(
-        host_grad, saved, *host, weights, lora, scaling, ids, dropout_p, dropout_seed, need_hidden, need_weights, need_lora
+        host_grad,
+        saved,
+        *host,
+        weights,
+        lora,
+        scaling,
+        ids,
+        dropout_p,
+        dropout_seed,
+        need_hidden,
+        need_weights,
+        need_lora,
     )
     return d_hidden.to(device), d_weights.to(device), d_lora
 
@@ -347,12 +370,13 @@ _library.impl("moe_experts", _forward_cuda, "CUDA")
 _library.impl("moe_experts_backward", _backward_cuda, "CUDA")
 
 
-# --- fake and autograd -----------------------------------------------------------------------------------------------------------
+# --- fake and autograd
 
 
 @torch.library.register_fake("ktft::moe_experts", lib=_library)
 def _forward_fake(
-    hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, weights: int, lora: list[torch.Tensor],
+    hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, weights: int, lora:
+    list[torch.Tensor],
     scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float, dropout_seed: int, save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     saved = torch.empty(_saved_shape(top_k_index, lookup(weights), save), dtype=hidden.dtype, device="cpu")
@@ -361,7 +385,8 @@ def _forward_fake(
 
 @torch.library.register_fake("ktft::moe_experts_backward", lib=_library)
 def _backward_fake(
-    grad: torch.Tensor, saved: torch.Tensor, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
+    grad: torch.Tensor, saved: torch.Tensor, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights:
+    torch.Tensor,
     weights: int, lora: list[torch.Tensor], scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float,
     dropout_seed: int, need_hidden: bool, need_weights: bool, need_lora: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
@@ -391,8 +416,10 @@ def _backward(ctx: Any, grad_out: torch.Tensor, _grad_saved: torch.Tensor | None
         None,
         d_weights if need_weights else None,
         None,
-        [g if need else None for g, need in zip(d_lora, need_factors, strict=True)] if any(need_factors) else [None] * len(lora),
-        None,
+        [g if need else None for g, need in zip(d_lora, need_factors, strict=True)]
+        if any(need_factors)
+        else [None] * len(lora),
+        None if ctx.scaling else [],  # torch takes an empty list of floats for an empty list of tensors
         None,
         None,
         None,
@@ -403,7 +430,7 @@ def _backward(ctx: Any, grad_out: torch.Tensor, _grad_saved: torch.Tensor | None
 torch.library.register_autograd("ktft::moe_experts", _backward, setup_context=_setup_context, lib=_library)
 
 
-# --- what modules call -----------------------------------------------------------------------------------------------------------
+# --- what modules call
 
 
 def moe_experts(
@@ -421,8 +448,9 @@ def moe_experts(
 ) -> torch.Tensor:
     """Routed experts of one layer with their LoRA adapters: [T, H] -> [T, H] in hidden's dtype, on hidden's device.
 
-    Differentiable in hidden, top_k_weights and lora. The compute dtype is autocast's if autocast is enabled, else hidden's: bf16
-    (bf16 products, fp32 accumulation) or fp32. fp16 hidden states are computed in fp32, which holds every fp16 value.
+    Differentiable in hidden, top_k_weights and lora. The compute dtype is autocast's if autocast is enabled, else
+    hidden's: bf16 (bf16 products, fp32 accumulation) or fp32. fp16 hidden states are computed in fp32, which holds
+    every fp16 value.
 
     Args:
         hidden: [T, H].
@@ -432,8 +460,10 @@ def moe_experts(
         lora: six CPU tensors per adapter in the order of ``ktft.weights.LORA_NAMES``; fp32, or bf16 without gradients.
         scaling: one factor per adapter (alpha / r, or alpha / sqrt(r) for rsLoRA).
         adapter_ids: int64 [T], the adapter of each token (-1: none); None applies all adapters, summed.
-        dropout_p, dropout_seed: dropout on the inputs of the A factors; the mask depends on (seed, adapter, route, channel) alone.
-        save: keep gate and up pre-activations for backward (2 I values per route); False recomputes them, with the same bits.
+        dropout_p, dropout_seed: dropout on the inputs of the A factors; the mask depends on (seed, adapter, route,
+        channel) alone.
+        save: keep gate and up pre-activations for backward (2 I values per route); False recomputes them, with the
+        same bits.
 
     Raises:
         ValueError: shapes, dtypes or ids that do not fit, naming them.

@@ -1,8 +1,8 @@
 """The experts op in plain torch: the truth that tests compare the kernels with.
 
-It computes in the dtype of ``hidden`` throughout (float64 for truth), loops over experts, and gets its gradients from torch's own
-autograd. It shares no code with the kernels, except that the dropout mask is defined here in integers and has to be met by them
-bit for bit.
+It computes in the dtype of ``hidden`` throughout (float64 for truth), loops over experts, and gets its gradients
+from torch's own autograd. It shares no code with the kernels, except that the dropout mask is defined here in
+integers and has to be met by them bit for bit.
 
     u_g = drop_0(x) A_gᵀ          gate = x W_gᵀ + s u_g B_gᵀ         (up likewise)
     h = silu(gate) * up
@@ -70,18 +70,25 @@ def moe_experts(
         top_k_index: int64 [T, k]; ids >= E add nothing.
         top_k_weights: [T, k].
         gate, up: [E, I, H]. down: [E, H, I].
-        lora: six tensors per adapter in the order gate_a [E,r,H], gate_b [E,I,r], up_a, up_b, down_a [E,r,I], down_b [E,H,r].
+        lora: six tensors per adapter in the order gate_a [E,r,H], gate_b [E,I,r], up_a, up_b, down_a [E,r,I],
+            down_b [E,H,r].
         scaling: one factor per adapter.
-        adapter_ids: int64 [T] picks one adapter for each token (-1: none); None applies every adapter to every token, summed.
+        adapter_ids: int64 [T] picks one adapter for each token (-1: none); None applies all adapters, summed.
         dropout_p, dropout_seed: see :func:`dropout_mask`; p = 0 in eval.
     """
     dtype = hidden.dtype
-    (tokens, _), top_k = hidden.shape, top_k_index.shape[1]
+    top_k = top_k_index.shape[1]
     adapters = [lora[6 * a : 6 * a + 6] for a in range(len(scaling))]
     out = torch.zeros_like(hidden)
 
     def delta(
-        x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, adapter: int, site: int, token: torch.Tensor, route: torch.Tensor
+        x: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        adapter: int,
+        site: int,
+        token: torch.Tensor,
+        route: torch.Tensor,
     ) -> torch.Tensor:
         if dropout_p > 0:
             x = x * dropout_mask(dropout_seed, adapter, site, route, x.shape[1], dropout_p, dtype)

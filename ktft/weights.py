@@ -1,9 +1,9 @@
 """Where a layer's routed experts lie in memory: addresses, strides and formats, never copies.
 
-An :class:`ExpertWeights` describes three matrices per expert, gate and up [I, H] and down [H, I], as base addresses into memory
-that somebody else owns (a file mapping, or tensors in tests). It is registered under an integer handle, because a torch op's schema
-carries integers, not Python objects. Handles are never reused; the registry holds the weights weakly, so whoever uses a handle (the
-module, the autograd context) keeps the object alive.
+An :class:`ExpertWeights` describes three matrices per expert, gate and up [I, H] and down [H, I], as base addresses
+into memory that somebody else owns (a file mapping, or tensors in tests). It is registered under an integer handle,
+because a torch op's schema carries integers, not Python objects. Handles are never reused; the registry holds the
+weights weakly, so whoever uses a handle (the module, the autograd context) keeps the object alive.
 
 This module reads no files (see ``checkpoint.py``) and runs no kernels (see ``ops.py``).
 """
@@ -33,7 +33,8 @@ class ExpertMatrices:
         addresses: int64 [E], the address of element [0, 0] of each expert's matrix as used in y = x Wᵀ, W [rows, cols].
         row_stride: bytes from one row *as stored* to the next.
         format: a key of :data:`FORMATS`.
-        transposed: the file stores Wᵀ, i.e. [cols, rows]; element [i, j] of W is then at ``address + j * row_stride + i * itemsize``.
+        transposed: the file stores Wᵀ, i.e. [cols, rows]; element [i, j] of W is then at ``address + j * row_stride
+        + i * itemsize``.
     """
 
     addresses: np.ndarray
@@ -171,7 +172,8 @@ def lookup(handle: int) -> ExpertWeights:
         weights = _registry.get(handle)
     if weights is None:
         raise RuntimeError(
-            f"expert weights {handle} do not exist (any more): the model that owned them was deleted. Load it again with ktft.load_model."
+            f"expert weights {handle} do not exist (any more): the model that owned them was deleted. "
+            "Load it again with ktft.load_model."
         )
     return weights
 

@@ -44,7 +44,11 @@ inline void nt_tile(const Segment* segments, int count, int row, int col, int co
     for (int64_t k = 0; k < full; k += Vec::kLanes) {
       typename Dot::X bv[kColTile];
 #pragma GCC unroll 4
-      for (int j = 0; j < kColTile; ++j) bv[j] = Dot::load(b[j] + 4 * k);
+      for (int j = 0; j < kColTile; ++j) {
+        bv[j] = Dot::load(b[j] + 4 * k);
+        // Few rows: bound by memory, and hardware prefetchers stop at the page boundary where each row may end.
+        if constexpr (kRows <= 2) __builtin_prefetch(b[j] + kColTile * segment.b_stride + 4 * k);
+      }
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         const typename Dot::X av = Dot::load(a[i] + 4 * k);
