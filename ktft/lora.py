@@ -23,13 +23,8 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from ktft.experts import CpuExperts
-from ktft.weights import LORA_NAMES, lora_shapes
-
-MAX_RANK = 256
-"""Largest rank the kernels serve."""
-
-BASE = "__base__"
-"""PEFT's name for "no adapter" in ``adapter_names``."""
+from ktft.ops import MAX_RANK
+from ktft.weights import lora_shapes
 
 
 def expert_parameter_count(num_experts: int, hidden: int, intermediate: int, rank: int) -> int:
@@ -221,4 +216,4 @@ def _token_adapters(adapter_names: Sequence[str], names: Sequence[str], tokens: 
     return torch.tensor([index.get(name, -1) for name in adapter_names]).repeat_interleave(tokens // samples)
 
 
-__all__ = ["LORA_NAMES", "MAX_RANK", "ExpertFactors", "ExpertLora", "expert_parameter_count"]
+__all__ = ["MERGE_REFUSED", "ExpertFactors", "ExpertLora", "expert_parameter_count"]

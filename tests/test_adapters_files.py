@@ -18,7 +18,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import tiny_checkpoint, tiny_input
+from tests.tiny_models import tiny_checkpoint, tiny_input
 from transformers import PreTrainedModel
 
 from ktft.adapters import AdapterError, KtftPeftModel, get_peft_model, load_adapter

@@ -1,6 +1,7 @@
 """Adapters cross between ktft and stock transformers + stock PEFT, which runs in a process that never imports ktft.
 
-Run as a script (``python test_adapters_stock.py JOBS.json``) this file *is* that process, so nothing of ktft is imported at module level.
+Run as a script (``python -m tests.test_adapters_stock JOBS.json``) this file *is* that process, so nothing of ktft is
+imported at module level.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import load_peft_weights, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, tiny_checkpoint, tiny_input
+from tests.tiny_models import FAMILIES, tiny_checkpoint, tiny_input
 from transformers import AutoModelForCausalLM
 
 ATTENTION = {
@@ -158,11 +159,6 @@ def _stock_process(jobs: str) -> None:
     assert not any(name.partition(".")[0] == "ktft" for name in sys.modules)
 
 
-if __name__ == "__main__":
-    _stock_process(sys.argv[1])
-    sys.exit()
-
-
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
@@ -211,7 +207,7 @@ def crossed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     for job in jobs:
         job["result"] = str(root / f"{job['name']}.result")
     (root / "jobs.json").write_text(json.dumps(jobs))
-    subprocess.run([sys.executable, __file__, str(root / "jobs.json")], check=True)
+    subprocess.run([sys.executable, "-m", __name__, str(root / "jobs.json")], cwd=Path(__file__).parents[1], check=True)
     for job in jobs:
         ours[job["name"]]["stock"] = load_file(job["result"])
     yield ours
@@ -257,3 +253,7 @@ def test_ktft_applies_what_stock_peft_trained(crossed: dict[str, Any], name: str
     model.save_pretrained(tmp_path)
     again = load_adapter(load_model(case["family"], dtype=torch.float32), tmp_path)
     _assert_close(_logits(again), logits)
+
+
+if __name__ == "__main__":
+    _stock_process(sys.argv[1])

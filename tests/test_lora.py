@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_models import tiny_checkpoint, tiny_input
+from tests.tiny_models import tiny_checkpoint, tiny_input
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
