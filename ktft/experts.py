@@ -66,6 +66,7 @@ class CpuExperts(nn.Module):
         self.recompute = False
         # A plain attribute: as a buffer, transformers would place it on the accelerator and DDP would broadcast it.
         self.weight = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._is_hf_initialized = True  # transformers: there is nothing here to initialise after loading
 
     def attach(self, weights: ExpertWeights, names: ExpertNames, *, recompute: bool = False) -> None:
         """Point the module at its weights. The module keeps them alive."""

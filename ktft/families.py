@@ -19,6 +19,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -34,7 +35,6 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.monkey_patching import register_patch_mapping, unregister_patch_mapping
 
 from ktft import reference
 from ktft.checkpoint import CheckpointError, ExpertTensor, Part
@@ -304,34 +304,38 @@ _patch_lock = threading.Lock()
 def experts_replaced(model_class: type[PreTrainedModel], modules: dict[str, ExpertsModule]) -> Iterator[None]:
     """Within the block, transformers' ``from_pretrained`` builds :class:`CpuExperts` wherever the model has experts.
 
-    The patch is global to the process while the block runs, so blocks exclude each other; at the end everything is as
-    it was, also after an error (transformers itself does not put the classes back when construction raises). The
-    experts' tensors, which the loader then finds unexpected, are declared as such so that it neither reads nor
-    reports them.
+    The name of each stock experts class is bound to CpuExperts in transformers' modules, as its own ``apply_patches``
+    does; that one is not used because it leaves the classes patched when construction raises, and because it looks into
+    every lazy module, which up to 5.17 fails where an optional package (torchvision) is missing.
+    The experts' tensors, which the loader then finds unexpected, are declared as such, so that it neither reads nor
+    reports them. All this is global to the process while the block runs, so blocks exclude each other.
     """
     stock = {module.stock.__name__: module.stock for module in modules.values()}
-    patterns: dict[str, type[nn.Module]] = {f"^{re.escape(name)}$": CpuExperts for name in stock}
-    own_ignored = "_keys_to_ignore_on_load_unexpected" in vars(model_class)
-    ignored = model_class._keys_to_ignore_on_load_unexpected
     with _patch_lock:
-        register_patch_mapping(patterns)
-        model_class._keys_to_ignore_on_load_unexpected = [
-            *(ignored or ()),
-            *(f"^{re.escape(name)}\\." for name in modules),
+        bindings = [
+            (python_module, name, original)
+            for python_module in list(sys.modules.values())
+            if isinstance(python_module, ModuleType) and python_module.__name__.startswith("transformers")
+            for name, original in stock.items()
+            if vars(python_module).get(name) is original
         ]
+        own_ignored = "_keys_to_ignore_on_load_unexpected" in vars(model_class)
+        ignored = model_class._keys_to_ignore_on_load_unexpected
         try:
+            for python_module, name, _ in bindings:
+                setattr(python_module, name, CpuExperts)
+            model_class._keys_to_ignore_on_load_unexpected = [
+                *(ignored or ()),
+                *(f"^{re.escape(name)}\\." for name in modules),
+            ]
             yield
         finally:
+            for python_module, name, original in bindings:
+                setattr(python_module, name, original)
             if own_ignored:
                 model_class._keys_to_ignore_on_load_unexpected = ignored
             else:
                 del model_class._keys_to_ignore_on_load_unexpected
-            unregister_patch_mapping(list(patterns))
-            for python_module in list(sys.modules.values()):
-                if getattr(python_module, "__name__", "").startswith("transformers"):
-                    for name, original in stock.items():
-                        if vars(python_module).get(name) is CpuExperts:
-                            setattr(python_module, name, original)
 
 
 __all__ = [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import nn
 from transformers import (
@@ -24,6 +25,8 @@ from ktft.checkpoint import Checkpoint, CheckpointError, ExpertTensor
 from ktft.experts import CpuExperts
 from ktft.model import load_model
 from tests.tiny_models import tiny_checkpoint, tiny_config, tiny_input
+
+version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 SMALL: dict[str, Any] = {
     "vocab_size": 96,
@@ -68,10 +71,11 @@ LOCAL: dict[str, Any] = {"intermediate_size": 24, "num_local_experts": 5, "num_e
             },
             "model.layers.1.feed_forward.experts w1 w3 w2",
         ),
-        (
+        pytest.param(
             "aria_text",  # its class holds, and its files store, [E, in, out]
             {"intermediate_size": 24, "moe_num_experts": 5, "moe_topk": 2, "moe_num_shared_experts": 1},
             "model.layers.0.mlp.experts gate_proj up_proj down_proj",
+            marks=pytest.mark.skipif(version < (5, 24), reason="follows the experts interface only since then"),
         ),
     ],
 )
@@ -184,7 +188,8 @@ def test_the_probe_sees_what_the_layout_does_not_say(monkeypatch: pytest.MonkeyP
     model = families.stock_model(tiny_config("qwen3_moe"))
     assert len(families.experts_modules(model)) == 2
     monkeypatch.setattr(stock_class, "forward", forward)
-    with pytest.raises(families.UnsupportedModelError, match="computes another function"):
+    # transformers 5.17 knows no id that means "no expert": there "drop" raises instead
+    with pytest.raises(families.UnsupportedModelError, match=r"computes another function|cannot be called"):
         families.experts_modules(model)
 
 
