@@ -1,0 +1,35 @@
+from collections.abc import Sequence
+
+MAX_ADAPTERS: int
+COMPILER: str
+__file__: str
+
+class LayerCall:
+    def __init__(
+        self,
+        *,
+        tokens: int,
+        top_k: int,
+        experts: int,
+        hidden: int,
+        intermediate: int,
+        x: int,
+        top_k_index: int,
+        top_k_weights: int,
+        matrices: Sequence[tuple[int, int, int, bool]],
+        adapters: Sequence[tuple[Sequence[int], int, int, float]],
+        adapter_ids: int,
+        dropout_p: float,
+        dropout_seed: int,
+        compute: int,
+        isa: int,
+        threads: int,
+    ) -> None: ...
+
+def forward(call: LayerCall, out: int, saved: int) -> None: ...
+def backward(
+    call: LayerCall, grad_out: int, saved: int, d_x: int, d_top_k_weights: int, d_factors: Sequence[int]
+) -> None: ...
+def cpu_features() -> dict[str, bool]: ...
+def isa_levels(features: dict[str, bool]) -> list[tuple[str, str]]: ...
+def scratch_bytes() -> int: ...
