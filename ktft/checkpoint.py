@@ -164,8 +164,8 @@ class Checkpoint:
         for file in [self.directory / name for name in sorted(set(index.values()))] or [self.directory / SINGLE_FILE]:
             if not file.is_file():
                 raise CheckpointError(f"{self.directory / INDEX_FILE} names {file.name}, which does not exist")
+            check_mapped(file, FileIdentity.of(os.stat(file)))  # first: whatever the header says now, this is the cause
             tensors, identity = read_header(file)
-            check_mapped(file, identity)
             for name, tensor in tensors.items():
                 if name in self.tensors:
                     raise CheckpointError(f"tensor {name!r} is in two files: {self.tensors[name].file} and {file}")

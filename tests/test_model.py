@@ -394,7 +394,6 @@ def test_a_hub_id_is_found_in_the_cache_and_otherwise_one_line_says_so(
     script = """
 import torch
 from ktft.model import load_model
-from ktft.mapping import is_mapped_source
 model = load_model("somebody/tiny", dtype="float32")
 assert model.name_or_path == model.config._name_or_path == "somebody/tiny"
 print(model(torch.arange(8)[None]).logits.sum().item())
