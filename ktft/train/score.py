@@ -1,0 +1,72 @@
+"""Exact-match scoring: answer held-out chats greedily and count the answers that equal the reference, character for
+character."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ktft.data import Chat
+
+
+@dataclass(frozen=True)
+class Score:
+    """``right`` of ``total`` answers are exact; ``answers`` are the model's, in order."""
+
+    right: int
+    total: int
+    answers: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.right} of {self.total} ({100 * self.right / self.total:.0f} %)"
+
+
+def exact_match(
+    model: Any, tokenizer: Any, chats: Sequence[Chat], *, max_new_tokens: int = 128, batch_size: int = 20
+) -> Score:
+    """Score the last assistant turn of each chat; what comes before it is the prompt.
+
+    White space around an answer is ignored, nothing else is.
+
+    Args:
+        model: anything with transformers' ``generate``.
+        chats: each has an assistant turn.
+        max_new_tokens: where an answer is cut off.
+        batch_size: prompts per ``generate`` call, padded on the left.
+    """
+    prompts, references = [], []
+    for chat in chats:
+        last = max(i for i, message in enumerate(chat.messages) if message["role"] == "assistant")
+        prompts.append(tokenizer.apply_chat_template(chat.messages[:last], tokenize=False, add_generation_prompt=True))
+        references.append(chat.messages[last]["content"].strip())
+    answers: list[str] = []
+    was_training = model.training
+    model.eval()
+    for begin in range(0, len(prompts), batch_size):
+        batch = tokenizer(
+            prompts[begin : begin + batch_size],
+            add_special_tokens=False,
+            padding=True,
+            padding_side="left",
+            return_tensors="pt",
+        ).to(model.device)
+        with torch.inference_mode():
+            ids = model.generate(
+                input_ids=batch["input_ids"],
+                attention_mask=batch["attention_mask"],
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+                use_cache=True,
+            )
+        texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        answers += [text.strip() for text in texts]
+    model.train(was_training)
+    right = sum(answer == reference for answer, reference in zip(answers, references, strict=True))
+    return Score(right, len(chats), tuple(answers))
+
+
+__all__ = ["Score", "exact_match"]
