@@ -63,6 +63,10 @@ _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 """Names of the fused parameters in every experts class that follows the contract (with a gate)."""
 
 
+_patch_lock = threading.Lock()
+"""Held while the experts classes are replaced, and while a model is built that must not see that."""
+
+
 def stock_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The stock model on the meta device: structure and shapes, no memory.
 
@@ -70,7 +74,7 @@ def stock_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) ->
         UnsupportedModelError: transformers has no causal language model for this config.
     """
     try:
-        with torch.device("meta"):
+        with _patch_lock, torch.device("meta"):
             # from_config writes into the config it is given.
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 copy.deepcopy(config), trust_remote_code=trust_remote_code
@@ -296,8 +300,6 @@ def _expert_tensor(
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
-
-_patch_lock = threading.Lock()
 
 
 @contextmanager

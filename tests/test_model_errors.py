@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,17 @@ def test_classes_are_restored_when_construction_raises(checkpoint: Path, monkeyp
     assert type(stock.model.layers[0].mlp.experts) is STOCK
     logits = load_model(checkpoint, dtype=torch.float32)(tiny_input()).logits
     assert (logits - stock(tiny_input()).logits).abs().max() <= 1e-5 * logits.abs().max()
+    assert_nothing_is_left_patched()
+
+
+def test_threads_may_load_at_once(checkpoint: Path, tmp_path: Path) -> None:
+    """The replaced classes of one load must not be seen by the other, of the same or another family."""
+    directories = [checkpoint, tiny_checkpoint("mixtral", tmp_path / "other")]
+    expected = [load_model(directory, dtype=torch.float32)(tiny_input()).logits for directory in directories]
+    with ThreadPoolExecutor(4) as pool:
+        models = list(pool.map(lambda n: load_model(directories[n % 2], dtype=torch.float32), range(4)))
+    for n, model in enumerate(models):
+        assert torch.equal(model(tiny_input()).logits, expected[n % 2])
     assert_nothing_is_left_patched()
 
 
