@@ -1,0 +1,78 @@
+"""The tree itself: the wheel works elsewhere, files stay small, nothing unsafe is loaded."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+SOURCES = [
+    path
+    for pattern in ("ktft/**/*.py*", "csrc/**/*.*", "tests/**/*.py", "examples/**/*.py", "scripts/*")
+    for path in ROOT.glob(pattern)
+    if path.suffix in (".py", ".pyi", ".cpp", ".h", ".inl", ".sh")
+]
+
+
+def test_no_file_is_above_600_lines() -> None:
+    assert len(SOURCES) > 40
+    long = {str(p.relative_to(ROOT)): n for p in SOURCES if (n := len(p.read_text().splitlines())) > 600}
+    assert not long
+
+
+def test_every_module_opens_with_its_contract() -> None:
+    bare = [
+        str(p.relative_to(ROOT))
+        for p in SOURCES
+        if p.name not in ("__init__.py",) and p.suffix == ".py" and not p.read_text().startswith('"""')
+    ]
+    assert not bare
+
+
+def test_nothing_is_unpickled() -> None:
+    for path in (p for p in SOURCES if p.suffix == ".py" and p.is_relative_to(ROOT / "ktft")):
+        for line in path.read_text().splitlines():
+            assert not re.search(r"\bpickle\.load", line), path
+            assert "torch.load(" not in line or "weights_only=True" in line, path
+
+
+def test_the_pre_commit_config_parses() -> None:
+    hooks = [
+        h["id"] for r in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"] for h in r["hooks"]
+    ]
+    assert {"ruff-check", "ruff-format", "clang-format"} <= set(hooks)
+
+
+def test_a_wheel_installs_and_works_in_another_environment(tmp_path: Path) -> None:
+    """`pip wheel .`, installed into a new environment that has the dependencies but not this checkout."""
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    build = [*pip, "wheel", "--no-deps", "-C", f"build-dir={tmp_path / 'build'}", "-w", tmp_path, ROOT]
+    result = subprocess.run(build, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr
+    (wheel,) = tmp_path.glob("ktft-*.whl")
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run([python, *pip[1:], "install", "--no-deps", wheel], check=True, timeout=300)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    # The dependencies of the running environment, without its own (editable) ktft: nested path files are not run.
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    code = (
+        "import ktft, torch; from ktft import ops; from ktft.weights import ExpertWeights\n"
+        f"assert {str(tmp_path)!r} in ktft.__file__, ktft.__file__\n"
+        "eye = torch.eye(8).bfloat16()[None]\n"
+        "out = ops.moe_experts(torch.ones(1, 8), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1),"
+        " ExpertWeights.from_tensors(eye, eye, eye))\n"
+        "assert torch.allclose(out, torch.sigmoid(torch.ones(1, 8))); print('works')"
+    )
+    result = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "works", result.stderr
+    command = subprocess.run(
+        [tmp_path / "venv/bin/ktft", "version"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert command.returncode == 0 and command.stdout.strip(), command.stderr
