@@ -100,15 +100,13 @@ def experts_modules(model: PreTrainedModel) -> dict[str, ExpertsModule]:
             "interface: it is not a Mixture-of-Experts model, or its experts are of a kind this version cannot run. "
             "Load it with transformers itself."
         )
-    reasons: dict[type[nn.Module], str | None] = {}
     out = {}
     for name, module in found.items():
         stock = type(module)
-        if stock not in reasons:
-            reasons[stock] = _difference(module)
-        if reasons[stock] is not None:
+        difference = _difference(module)  # of every instance: a config may set limits layer by layer
+        if difference is not None:
             raise UnsupportedModelError(
-                f"model family {family!r} is not supported: its experts class {stock.__name__} {reasons[stock]}. "
+                f"model family {family!r} is not supported: its experts class {stock.__name__} {difference}. "
                 "ktft computes down(silu(gate(x)) * up(x)) without biases and would give wrong results."
             )
         num_experts, a, b = module.get_parameter(_GATE_UP).shape
