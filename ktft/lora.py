@@ -1,12 +1,15 @@
-"""Expert LoRA as a PEFT layer: the module that takes the place of a :class:`~ktft.experts.CpuExperts` when an adapter targets it.
+"""Expert LoRA as a PEFT layer: the module that takes the place of a :class:`~ktft.experts.CpuExperts` when an adapter
+targets it.
 
-One adapter on one experts layer is six stacked fp32 tensors on the CPU, whatever device and dtype the rest of the model has:
+One adapter on one experts layer is six stacked fp32 tensors on the CPU, whatever device and dtype the rest of the
+model has:
 
     lora_A[adapter]   gate [E, r, H]   up [E, r, H]   down [E, r, I]
     lora_B[adapter]   gate [E, I, r]   up [E, I, r]   down [E, H, r]
 
-The keys follow PEFT's own layers, so that ``set_adapter``, ``disable_adapter``, ``delete_adapter``, ``adapter_names`` and the
-parameter counts work through PEFT's bookkeeping. The arithmetic is the op's (``ktft.ops``); files are ``ktft.adapters``' concern.
+The keys follow PEFT's own layers, so that ``set_adapter``, ``disable_adapter``, ``delete_adapter``, ``adapter_names``
+and the parameter counts work through PEFT's bookkeeping. The arithmetic is the op's (``ktft.ops``); files are
+``ktft.adapters``' concern.
 Merging is not done here: the base weights are mapped read-only.
 """
 
@@ -33,7 +36,8 @@ def expert_parameter_count(num_experts: int, hidden: int, intermediate: int, ran
 
 
 class ExpertFactors(nn.Module):
-    """One side (A or B) of an expert adapter: three stacked fp32 parameters that stay on the CPU, never moved and never cast.
+    """One side (A or B) of an expert adapter: three stacked fp32 parameters that stay on the CPU, never moved and
+    never cast.
 
     Args:
         gate, up, down: shapes of the stacks, each [E, rows, cols].
@@ -70,7 +74,20 @@ class ExpertLora(nn.Module, LoraLayer):
         ValueError: rank out of range, or an initialisation that needs the base weights.
     """
 
+    # What PEFT's base classes define, for the type checker.
     base_layer: CpuExperts
+    r: dict[str, int]
+    lora_alpha: dict[str, float]
+    scaling: dict[str, float]
+    use_rslora: dict[str, bool]
+    use_dora: dict[str, bool]
+    lora_bias: dict[str, bool]
+    lora_dropout: nn.ModuleDict
+    lora_A: nn.ModuleDict
+    lora_B: nn.ModuleDict
+    active_adapters: list[str]
+    disable_adapters: bool
+    set_adapter: Callable[..., None]
 
     def __init__(
         self, base_layer: CpuExperts, adapter_name: str, config: LoraConfig, r: int, lora_alpha: float, **kwargs: Any
@@ -88,8 +105,8 @@ class ExpertLora(nn.Module, LoraLayer):
     ) -> None:
         """Add an adapter to this layer. PEFT calls it for every adapter after the first.
 
-        A is drawn as for ``nn.Linear`` (kaiming uniform with a = sqrt 5, for each expert by itself) and B is zero; "gaussian" draws A
-        from N(0, 1/r²); False draws B too, so that the adapter changes the output at once.
+        A is drawn as for ``nn.Linear`` (kaiming uniform with a = sqrt 5, for each expert by itself) and B is zero;
+        "gaussian" draws A from N(0, 1/r²); False draws B too, so that the adapter changes the output at once.
         """
         if not 1 <= r <= MAX_RANK:
             raise ValueError(f"adapter {adapter_name!r}: expert LoRA rank {r}; ktft serves ranks 1 to {MAX_RANK}")
@@ -130,23 +147,25 @@ class ExpertLora(nn.Module, LoraLayer):
             hidden_states: [T, H].
             top_k_index: int64 [T, k].
             top_k_weights: [T, k].
-            adapter_names: one adapter for each sample ("__base__": none); T must be samples x length, sample after sample. PEFT's
-                ``model(..., adapter_names=[...])`` and ``generate`` pass it.
+            adapter_names: one adapter for each sample ("__base__": none); T must be samples x length, sample after
+                sample. PEFT's ``model(..., adapter_names=[...])`` and ``generate`` pass it.
         """
+        adapter_ids = None
         if self.disable_adapters:
             if adapter_names is not None:
                 raise ValueError("adapter_names given while the adapters are disabled; leave disable_adapter() first")
-            return self.base_layer(hidden_states, top_k_index, top_k_weights)
-        if adapter_names is None:
+            names = []
+        elif adapter_names is None:
             names = [name for name in self.active_adapters if name in self.lora_A]
-            adapter_ids = None
         else:
             names = [name for name in self.lora_A if name in adapter_names]
             adapter_ids = _token_adapters(adapter_names, names, hidden_states.shape[0])
         if not names:
-            return self.base_layer(hidden_states, top_k_index, top_k_weights)
+            base: torch.Tensor = self.base_layer(hidden_states, top_k_index, top_k_weights)
+            return base
         dropout_p = self._dropout(names)
-        # Drawn from the CPU generator once a forward: activation checkpointing restores that generator, so recompute draws it again.
+        # Drawn from the CPU generator once a forward: activation checkpointing restores that generator, so recompute
+        # draws it again.
         seed = int(torch.randint(0, 2**62, ()).item()) if dropout_p > 0 else 0
         return self.base_layer.run(
             hidden_states,
@@ -160,13 +179,18 @@ class ExpertLora(nn.Module, LoraLayer):
         )
 
     def _dropout(self, names: Sequence[str]) -> float:
-        rates = {self.lora_dropout[name].p for name in names if self.lora_dropout[name].training}
+        rates = set()
+        for name in names:
+            dropout = self.lora_dropout[name]
+            assert isinstance(dropout, nn.Dropout)
+            if dropout.training:
+                rates.add(dropout.p)
         if len(rates) > 1:
             raise ValueError(
-                f"active adapters {list(names)} have dropout rates {sorted(rates)}; expert LoRA trains several adapters at once with "
-                "one rate only: give them the same lora_dropout, or activate one at a time"
+                f"active adapters {list(names)} have dropout rates {sorted(rates)}; expert LoRA trains several "
+                "adapters at once with one rate only: give them the same lora_dropout, or activate one at a time"
             )
-        return float(rates.pop()) if rates else 0.0
+        return rates.pop() if rates else 0.0
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise NotImplementedError(MERGE_REFUSED)
@@ -179,8 +203,9 @@ class ExpertLora(nn.Module, LoraLayer):
 
 
 MERGE_REFUSED = (
-    "the routed experts are mapped read-only from the checkpoint, so an adapter on them cannot be merged into this model. "
-    "Keep it as an adapter; to merge, load the saved adapter with stock PEFT onto the stock transformers model and merge there."
+    "the routed experts are mapped read-only from the checkpoint, so an adapter on them cannot be merged into this "
+    "model. Keep it as an adapter; to merge, load the saved adapter with stock PEFT onto the stock transformers "
+    "model and merge there."
 )
 
 
@@ -192,7 +217,8 @@ def _initialise(a: ExpertFactors, b: ExpertFactors, rank: int, init: bool | str)
             _kaiming_(stack)
         else:
             raise ValueError(
-                f"init_lora_weights={init!r} needs the base weights of the experts, which are mapped; use True or 'gaussian'"
+                f"init_lora_weights={init!r} needs the base weights of the experts, which are mapped; use True or "
+                "'gaussian'"
             )
     for stack in b.stacks():
         if init is False:
@@ -208,7 +234,7 @@ def _kaiming_(stack: torch.Tensor) -> None:
 
 
 def _token_adapters(adapter_names: Sequence[str], names: Sequence[str], tokens: int) -> torch.Tensor:
-    """Per-sample adapter names to int64 [tokens]: index into ``names``, or -1 for a sample without an adapter on this layer."""
+    """Adapter names of samples to int64 [tokens]: index into ``names``, -1 where a sample has no adapter here."""
     samples = len(adapter_names)
     if samples == 0 or tokens % samples:
         raise ValueError(f"adapter_names has {samples} entries, which do not divide the {tokens} tokens of this batch")

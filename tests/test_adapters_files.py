@@ -18,12 +18,12 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.tiny_models import tiny_checkpoint, tiny_input
 from transformers import PreTrainedModel
 
 from ktft.adapters import AdapterError, KtftPeftModel, get_peft_model, load_adapter
-from ktft.adapters.disk import unpack_fused
+from ktft.adapters.layout import unpack_fused
 from ktft.model import load_model
+from tests.tiny_models import tiny_checkpoint, tiny_input
 
 FIELDS: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "experts"], "task_type": "CAUSAL_LM"}
 EXPERT = "base_model.model.model.layers.1.mlp.experts.4.up_proj.lora_B.weight"
@@ -182,7 +182,7 @@ def test_files_that_are_missing_or_broken(adapter: Path, base: PreTrainedModel) 
     with pytest.raises(AdapterError, match="JSON"):
         load_adapter(base, adapter)
     config.unlink()
-    with pytest.raises(AdapterError, match="no adapter_config.json"):
+    with pytest.raises(AdapterError, match=r"no adapter_config\.json"):
         load_adapter(base, adapter)
     with pytest.raises(AdapterError, match="neither an adapter directory nor"):
         load_adapter(base, adapter / "nowhere")
@@ -324,8 +324,16 @@ def test_fused_files_are_accounted_for_too(directory: Path, base: PreTrainedMode
     key = "base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"
     for number, (change, message) in enumerate(
         [
-            (lambda t: t.pop(key), f"{key}' is missing"),
-            (lambda t: t.pop(key.replace("base_layer.", "")), "experts.lora_B.weight' is missing"),
+            (lambda t: t.pop(key), f"{key}' of 'gate_up_proj' is missing"),
+            (lambda t: t.pop(key.replace("base_layer.", "")), "experts.lora_B.weight' of 'down_proj' is missing"),
+            (
+                lambda t: [t.pop(key.replace("base_layer.", "").replace("lora_B", f"lora_{side}")) for side in "AB"],
+                "experts.lora_A.weight' of 'down_proj' is missing",
+            ),
+            (
+                lambda t: [t.pop(key.replace("lora_B", f"lora_{side}")) for side in "AB"],
+                "base_layer.lora_A.weight' of 'gate_up_proj' is missing",
+            ),
             (lambda t: t.update({key: t[key][:, :6].contiguous()}), r"expected \[56, 12\]"),
             (
                 rename(key, key.replace("layers.1", "layers.2")),
@@ -388,7 +396,7 @@ def test_values_can_come_from_a_state_dict(base: PreTrainedModel, tmp_path: Path
     stack = dict(model.named_parameters())["base_model.model.model.layers.1.mlp.experts.lora_B.default.up"]
     assert torch.equal(load_file(tmp_path / "adapter_model.safetensors")[EXPERT], stack[4] * 2)
     state.pop("base_model.model.model.layers.1.mlp.experts.lora_B.default.up")
-    with pytest.raises(AdapterError, match="lora_B.default.up"):
+    with pytest.raises(AdapterError, match=r"lora_B\.default\.up"):
         model.save_pretrained(tmp_path, state_dict=state)
 
 
@@ -442,9 +450,13 @@ KILLED = """
 import os, signal, sys
 import torch
 from peft import LoraConfig
-from ktft.adapters import disk, load_adapter
+from ktft.adapters import get_peft_model, load_adapter
 from ktft.model import load_model
-model = load_adapter(load_model(sys.argv[1]), sys.argv[2])
+if sys.argv[4] == "same":
+    model = load_adapter(load_model(sys.argv[1]), sys.argv[2])
+else:
+    config = LoraConfig(r=3, lora_alpha=float(sys.argv[4]), target_modules=["q_proj", "experts"], task_type="CAUSAL_LM")
+    model = get_peft_model(load_model(sys.argv[1]), config)
 with torch.no_grad():
     for name, parameter in model.named_parameters():
         parameter.add_(1.0) if "lora_" in name else None
@@ -461,26 +473,40 @@ model.save_pretrained(sys.argv[2])
 """
 
 
+def killed_save(directory: Path, adapter: Path, replaced: int, alpha: str) -> None:
+    """Save onto ``adapter`` in a process that dies after so many files have been put in their place."""
+    command = [sys.executable, "-c", KILLED, str(directory), str(adapter), str(replaced), alpha]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_a_killed_save_leaves_the_previous_adapter(
     good: Path, adapter: Path, base: PreTrainedModel, directory: Path, replaced: int
 ) -> None:
     """Killed before the first file is in its place, and between the two."""
-    command = [sys.executable, "-c", KILLED, str(directory), str(adapter), str(replaced)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False)
-    assert done.returncode == -signal.SIGKILL
+    killed_save(directory, adapter, replaced, "same")
     model, other = load_adapter(base, adapter), load_adapter(load_model(directory, dtype=torch.float32), good)
     assert torch.equal(logits(model), logits(other))
+
+
+def test_a_save_killed_between_different_files_is_refused(
+    adapter: Path, base: PreTrainedModel, directory: Path
+) -> None:
+    """The new config over the old tensors: the same shapes, another scaling."""
+    killed_save(directory, adapter, 1, "12")
+    with pytest.raises(AdapterError, match="scaling"):
+        load_adapter(base, adapter)
 
 
 def test_resized_embeddings_are_refused(base: PreTrainedModel, directory: Path, tmp_path: Path) -> None:
     model = get_peft_model(base, LoraConfig(**FIELDS))
     model.get_base_model().resize_token_embeddings(128)
-    with pytest.raises(AdapterError, match="128 rows.*vocab_size 96"):
+    with pytest.raises(AdapterError, match=r"128 rows.*vocab_size 96"):
         model.save_pretrained(tmp_path)
     resized = load_model(directory)
     resized.resize_token_embeddings(128)
-    with pytest.raises(AdapterError, match="128 rows.*vocab_size 96"):
+    with pytest.raises(AdapterError, match=r"128 rows.*vocab_size 96"):
         get_peft_model(resized, LoraConfig(**FIELDS))
 
 

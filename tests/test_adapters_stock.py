@@ -19,8 +19,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import load_peft_weights, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from tests.tiny_models import FAMILIES, tiny_checkpoint, tiny_input
 from transformers import AutoModelForCausalLM
+
+from tests.tiny_models import FAMILIES, tiny_checkpoint, tiny_input
 
 ATTENTION = {
     "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -108,7 +109,7 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def _stock_apply(job: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Stock PEFT applies an adapter directory to the stock model: its logits, and proof that nothing in the file was left over."""
+    """Stock PEFT applies an adapter directory to the stock model: its logits, and that nothing in the file was left."""
     model = AutoModelForCausalLM.from_pretrained(job["base"], dtype=torch.float32)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Found missing adapter keys")
@@ -148,10 +149,27 @@ def _stock_train(job: dict[str, Any]) -> dict[str, torch.Tensor]:
         return {"logits": model(tiny_input()).logits}
 
 
+def _stock_apply_two(job: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Stock PEFT applies two adapters of one directory, alone and together."""
+    model = AutoModelForCausalLM.from_pretrained(job["base"], dtype=torch.float32)
+    model = PeftModel.from_pretrained(model, job["adapter"])
+    assert model.load_adapter(job["adapter"] + "/second", "second").missing_keys == []
+    out = {}
+    for name, active in TOGETHER.items():
+        model.base_model.set_adapter(active)
+        with torch.no_grad():
+            out[name] = model(tiny_input()).logits
+    return out
+
+
+TOGETHER = {"first": ["default"], "second": ["second"], "both": ["default", "second"]}
+
+
 def _stock_process(jobs: str) -> None:
     torch.set_num_threads(1)
     actions: dict[str, Callable[[dict[str, Any]], dict[str, torch.Tensor]]] = {
         "apply": _stock_apply,
+        "apply_two": _stock_apply_two,
         "train": _stock_train,
     }
     for job in json.loads(Path(jobs).read_text()):
@@ -204,6 +222,18 @@ def crossed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         jobs.append(
             {"action": "train", "name": name, "base": bases[family], "adapter": str(root / name), "config": config}
         )
+    model = load_model(bases["mixtral"], dtype=torch.float32)
+    fields = {"target_modules": ["q_proj", "experts"], "task_type": "CAUSAL_LM"}
+    model = ktft.adapters.get_peft_model(model, LoraConfig(r=3, lora_alpha=4, **fields))
+    model.add_adapter("second", LoraConfig(r=2, lora_alpha=5, use_rslora=True, **fields))
+    _randomise(model)
+    model.eval()
+    model.save_pretrained(root / "two")
+    ours["two"] = {}
+    for name, active in TOGETHER.items():
+        model.base_model.set_adapter(active)
+        ours["two"][name] = _logits(model)
+    jobs.append({"action": "apply_two", "name": "two", "base": bases["mixtral"], "adapter": str(root / "two")})
     for job in jobs:
         job["result"] = str(root / f"{job['name']}.result")
     (root / "jobs.json").write_text(json.dumps(jobs))
@@ -236,6 +266,12 @@ def test_ktft_loads_what_it_saved(crossed: dict[str, Any], name: str) -> None:
     if fields["target_modules"] != "all-linear":
         assert config.target_modules == set(fields["target_modules"])
     assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("active", TOGETHER)
+def test_two_adapters_alone_and_together(crossed: dict[str, Any], active: str) -> None:
+    _assert_close(crossed["two"][active], crossed["two"]["stock"][active])
+    assert all((crossed["two"][a] - crossed["two"][active]).abs().max() > 0.1 for a in TOGETHER if a != active)
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -13,7 +13,6 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig
-from tests.tiny_models import tiny_checkpoint, tiny_input
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -24,6 +23,7 @@ from ktft.experts import CpuExperts, ExpertNames
 from ktft.lora import ExpertLora, expert_parameter_count
 from ktft.model import load_model
 from ktft.weights import LORA_NAMES, ExpertWeights
+from tests.tiny_models import tiny_checkpoint, tiny_input
 
 E, H, I = 4, 12, 10  # noqa: E741
 
@@ -334,10 +334,19 @@ def test_rank_and_alpha_pattern_for_experts(base: PreTrainedModel) -> None:
 @pytest.mark.parametrize("rank", [0, 257])
 def test_rank_out_of_range(base: PreTrainedModel, rank: int) -> None:
     before = logits(base)
-    with pytest.raises(ValueError, match="1 to 256"):
+    with pytest.raises(AdapterError, match="1 to 256"):
         get_peft_model(base, config(rank_pattern={"experts": rank}))
     assert torch.equal(logits(base), before)  # and the model is as it was
-    get_peft_model(base, config())
+    model = get_peft_model(base, config())
+    with pytest.raises(AdapterError, match="1 to 256"):
+        model.add_adapter("second", config(rank_pattern={"experts": rank}))
+    assert all(list(layer.lora_A) == ["default"] for layer in expert_layers(model))
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_matches_nothing(base: PreTrainedModel, field: str) -> None:
+    with pytest.raises(AdapterError, match=f"{field} 'expert' matches no adapted module"):
+        get_peft_model(base, config(**{field: {"expert": 4}}))
 
 
 def test_deepcopy_shares_the_experts_and_nothing_else(base: PreTrainedModel) -> None:
@@ -370,8 +379,10 @@ def test_merging_is_refused_and_changes_nothing(base: PreTrainedModel) -> None:
     assert torch.equal(logits(model), before)
     with model.disable_adapter():
         plain = logits(model)
-    assert torch.equal(logits(model.unload()), plain)
+    assert model.unload() is base
+    assert torch.equal(logits(base), plain)
     assert not any(isinstance(module, ExpertLora) for module in base.modules())
+    assert torch.equal(logits(get_peft_model(base, config())), plain)
 
 
 def test_attention_adapters_merge(base: PreTrainedModel) -> None:
@@ -493,3 +504,6 @@ def test_models_that_cannot_be_wrapped(base: PreTrainedModel, directories: dict[
     stock = AutoModelForCausalLM.from_pretrained(directories["qwen3_moe"])
     with pytest.raises(AdapterError, match="no mapped experts"):
         get_peft_model(stock, config())
+    with pytest.raises(AdapterError, match="low_cpu_mem_usage"):
+        model.add_adapter("second", config(), low_cpu_mem_usage=True)
+    assert list(model.peft_config) == ["default"]

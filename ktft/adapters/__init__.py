@@ -1,7 +1,9 @@
 """LoRA adapters on models with mapped experts: creating them, saving them, loading them.
 
-Public: :func:`get_peft_model`, :func:`load_adapter`, :class:`KtftPeftModel`, :class:`AdapterError`. ``config`` says what a LoraConfig may
-ask for and how it is written for stock PEFT, ``disk`` which tensor of a file is which, ``model`` ties both to PEFT.
+Public: :func:`get_peft_model`, :func:`load_adapter`, :class:`KtftPeftModel`, :class:`AdapterError`.
+
+``config`` says what a LoraConfig may ask for and how it is written for stock PEFT, ``layout`` which tensor of a file is
+which, ``checks`` what must hold before it is used, ``disk`` reads and writes, ``model`` ties all of it to PEFT.
 """
 
 from ktft.adapters.config import AdapterError

@@ -2,10 +2,12 @@
 
 Two forms of one adapter's config:
 
-* the **training form**, what the user gave: ``target_modules`` names Linear modules and ``experts``, ranks and alphas are those of
+* the **training form**, what the user gave: ``target_modules`` names Linear modules and ``experts``, ranks and alphas
+    are those of
   each projection, dropout as trained;
-* the **stock form**, what ``adapter_config.json`` holds: transformers 5 has the experts as fused parameters, so gate and up together
-  are one parameter of rank 2r, and modules whose names PEFT would take for old per-expert names are named as parameters.
+* the **stock form**, what ``adapter_config.json`` holds: transformers 5 has the experts as fused parameters, so gate
+  and up together are one parameter of rank 2r, and modules whose names PEFT would take for old per-expert names are
+  named as parameters.
 
 Nothing here reads or writes files.
 """
@@ -29,14 +31,9 @@ from transformers import PreTrainedModel
 
 from ktft.experts import CpuExperts
 from ktft.lora import ExpertLora
+from ktft.ops import MAX_RANK
 
 ALL_LINEAR = "all-linear"
-
-_FREE = frozenset(
-    "r target_modules exclude_modules lora_alpha lora_dropout use_rslora init_lora_weights layers_to_transform layers_pattern "
-    "rank_pattern alpha_pattern task_type inference_mode base_model_name_or_path revision peft_type peft_version auto_mapping".split()
-)
-"""Fields of LoraConfig that may differ from their default."""
 
 TRAINING_FIELDS = (
     "r",
@@ -52,6 +49,20 @@ TRAINING_FIELDS = (
     "alpha_pattern",
 )
 """Fields that restore the training form; the rest is the same in both forms."""
+
+_FREE = {
+    *TRAINING_FIELDS,
+    *(
+        "task_type",
+        "inference_mode",
+        "base_model_name_or_path",
+        "revision",
+        "peft_type",
+        "peft_version",
+        "auto_mapping",
+    ),
+}
+"""Fields of LoraConfig that may differ from their default."""
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """transformers 5's names of the fused expert parameters."""
@@ -114,8 +125,8 @@ def check_config(config: LoraConfig, *, may_name_parameters: bool = False) -> No
         raise AdapterError(f"task_type is {config.task_type!r}; ktft adapts causal language models: 'CAUSAL_LM'")
     if config.init_lora_weights not in (True, False, "gaussian"):
         raise AdapterError(
-            f"init_lora_weights={config.init_lora_weights!r} is not supported: it reads or changes base weights, and those of the "
-            "experts are mapped. Use True or 'gaussian'."
+            f"init_lora_weights={config.init_lora_weights!r} is not supported: it reads or changes base weights, and "
+            "those of the experts are mapped. Use True or 'gaussian'."
         )
     defaults = LoraConfig()
     for field in dataclasses.fields(config):
@@ -140,17 +151,19 @@ _ADVICE = {
 def resolve_targets(config: LoraConfig, model: PreTrainedModel) -> None:
     """Check ``target_modules`` against the model, in place: ``all-linear`` becomes the list of what it means.
 
-    "all-linear" is every Linear except the output embeddings, **and** the routed experts. Transformers' routers are not Linear modules
-    and are left alone.
+    "all-linear" is every Linear except the output embeddings, **and** the routed experts. Transformers' routers are
+    not Linear modules and are left alone.
 
     Raises:
-        AdapterError: a target matches nothing, or something that cannot be adapted, or only looks as if it named the experts.
+        AdapterError: a target matches nothing, or something that cannot be adapted, or only looks as if it named the
+            experts.
     """
     modules = dict(base_modules(model))
     targets = config.target_modules
     if not targets:
         raise AdapterError(
-            "target_modules is empty; name what to adapt, e.g. ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'experts'] or 'all-linear'"
+            "target_modules is empty; name what to adapt, e.g. ['q_proj', 'k_proj', 'v_proj', 'o_proj', 'experts'] "
+            "or 'all-linear'"
         )
     if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
         head = model.get_output_embeddings()
@@ -165,7 +178,8 @@ def resolve_targets(config: LoraConfig, model: PreTrainedModel) -> None:
             isinstance(module, CpuExperts) or type(module) is nn.Linear
         ):
             raise AdapterError(
-                f"target_modules {targets!r} names {name!r}, a {type(module).__name__}; Linear modules and routed experts can be adapted"
+                f"target_modules {targets!r} names {name!r}, a {type(module).__name__}; Linear modules and routed "
+                "experts can be adapted"
             )
         if isinstance(module, CpuExperts) and not check_target_module_exists(config, name):
             assert module.names is not None
@@ -179,10 +193,15 @@ def resolve_targets(config: LoraConfig, model: PreTrainedModel) -> None:
                     )
                 ):
                     raise AdapterError(
-                        f"target {projection!r} names the routed experts of {name!r} too, but they are one module here: add 'experts' "
-                        f"to adapt them, or write a longer name, e.g. 'mlp.{projection}' or 'shared_experts.{projection}', to leave "
-                        "them out"
+                        f"target {projection!r} names the routed experts of {name!r} too, but they are one module "
+                        f"here: add 'experts' to adapt them, or write a longer name, e.g. 'mlp.{projection}' or "
+                        f"'shared_experts.{projection}', to leave them out"
                     )
+    _check_patterns(config, [name for name in modules if check_target_module_exists(config, name)])
+    for name, module in modules.items():
+        rank, _ = stock_rank_alpha(config, name)
+        if isinstance(module, CpuExperts) and check_target_module_exists(config, name) and not 1 <= rank <= MAX_RANK:
+            raise AdapterError(f"{name!r} would get rank {rank}; routed experts can have ranks 1 to {MAX_RANK}")
     if not isinstance(targets, str):
         unmatched = sorted(t for t in targets if not any(n == t or n.endswith(f".{t}") for n in modules))
         if unmatched:
@@ -190,12 +209,21 @@ def resolve_targets(config: LoraConfig, model: PreTrainedModel) -> None:
             raise AdapterError(f"target_modules {unmatched} match no module of this model; it has {leaves}")
 
 
+def _check_patterns(config: LoraConfig, targets: Sequence[str]) -> None:
+    """A pattern that PEFT would ignore with a warning is an error."""
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(config, field) or {}:
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in targets):
+                leaves = sorted({name.rpartition(".")[2] for name in targets})
+                raise AdapterError(f"{field} {pattern!r} matches no adapted module; adapted are {leaves}")
+
+
 # --- the stock form ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Target:
-    """One thing the stock config names: a module, or (``parameter``) a parameter, with the rank and alpha stock PEFT shall give it."""
+    """What the stock config names, a module or a parameter, with the rank and alpha it shall get there."""
 
     path: str
     parameter: bool
@@ -206,7 +234,8 @@ class Target:
 def stock_config(config: LoraConfig, model: PreTrainedModel, adapter_name: str) -> LoraConfig:
     """The config under which stock PEFT and transformers 5 apply this adapter's per-expert tensors to the stock model.
 
-    The global ``r`` and ``lora_alpha`` are those of the experts, because tools that know per-expert tensors only read those.
+    The global ``r`` and ``lora_alpha`` are those of the experts, because tools that know per-expert tensors only read
+    those.
 
     Raises:
         AdapterError: an adapter layer is scaled (``scale_layer``) away from its alpha.
@@ -219,8 +248,8 @@ def stock_config(config: LoraConfig, model: PreTrainedModel, adapter_name: str) 
         expected = alpha / (math.sqrt(rank) if config.use_rslora else rank)
         if not math.isclose(layer.scaling[adapter_name], expected, rel_tol=1e-9):
             raise AdapterError(
-                f"{path}: adapter {adapter_name!r} is scaled by {layer.scaling[adapter_name]}, but its alpha {alpha} and rank {rank} "
-                f"say {expected}; a file cannot hold that. Call unscale_layer() before saving."
+                f"{path}: adapter {adapter_name!r} is scaled by {layer.scaling[adapter_name]}, but its alpha {alpha} "
+                f"and rank {rank} say {expected}; a file cannot hold that. Call unscale_layer() before saving."
             )
         if isinstance(layer, ExpertLora):
             # A and B of gate and up become block diagonal: rank 2r, and alpha such that the scaling stays what it was.

@@ -1,12 +1,14 @@
-"""The PEFT model of ktft: stock PEFT, except that it alone creates, saves and loads adapters on a model with mapped experts.
+"""The PEFT model of ktft: stock PEFT, except that it alone creates, saves and loads adapters on a model with mapped
+experts.
 
     model = ktft.load_model(directory)
     model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj", "experts"]))
     model.save_pretrained(output)                        # loads with ktft and with stock PEFT onto the stock model
     model = load_adapter(ktft.load_model(directory), output)
 
-Trainer, TRL, ``disable_adapter``, ``set_adapter``, ``add_adapter``, ``delete_adapter`` and ``adapter_names`` go through PEFT's own code.
-What a model with mapped experts cannot do (merge them, save fully trained modules) is refused by name.
+Trainer, TRL, ``disable_adapter``, ``set_adapter``, ``add_adapter``, ``delete_adapter`` and ``adapter_names`` go
+through PEFT's own code. What a model with mapped experts cannot do (merge them, save fully trained modules) is
+refused by name.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -35,16 +38,8 @@ from ktft.adapters.config import (
     stock_config,
     training_fields,
 )
-from ktft.adapters.disk import (
-    CONFIG_FILE,
-    PREFIX,
-    WEIGHTS_FILE,
-    AdapterTensors,
-    StoredAdapter,
-    read_adapter,
-    refuse_model_directory,
-    write_adapter,
-)
+from ktft.adapters.disk import AdapterTensors, read_adapter, refuse_model_directory, write_adapter
+from ktft.adapters.layout import CONFIG_FILE, PREFIX, WEIGHTS_FILE, StoredAdapter
 from ktft.experts import CpuExperts
 from ktft.lora import MERGE_REFUSED, ExpertLora
 from ktft.weights import LORA_NAMES
@@ -53,14 +48,19 @@ from ktft.weights import LORA_NAMES
 class KtftLoraModel(LoraModel):
     """PEFT's LoRA tuner, taught what ``experts`` means. Created by :class:`KtftPeftModel`."""
 
-    def inject_adapter(self, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    def inject_adapter(
+        self, model: nn.Module, adapter_name: str, *args: Any, low_cpu_mem_usage: bool = False, **kwargs: Any
+    ) -> None:
+        if low_cpu_mem_usage:
+            raise AdapterError(NO_META)
         config = self.peft_config[adapter_name]
         check_config(config)
         assert isinstance(model, PreTrainedModel)
         resolve_targets(config, model)
         config._register_custom_module({CpuExperts: ExpertLora})
-        # PEFT first rewrites target names for stock fused experts (gate_proj -> the parameter gate_up_proj), which are not here and
-        # would take shared experts and dense layers with them. It is shown no target, and gets them in _prepare_adapter_config.
+        # PEFT first rewrites target names for stock fused experts (gate_proj -> the parameter gate_up_proj), which
+        # are not here and would take shared experts and dense layers with them. It is shown no target, and gets them
+        # in _prepare_adapter_config.
         self._requested = {name: getattr(config, name) for name in _REWRITTEN}
         config.target_modules = set()
         try:
@@ -85,6 +85,7 @@ class KtftLoraModel(LoraModel):
         )
 
 
+NO_META = "low_cpu_mem_usage=True is not supported: adapters are created with values, and filled in place"
 _REWRITTEN = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
 
 
@@ -98,7 +99,8 @@ class KtftPeftModel(PeftModelForCausalLM):
         autocast_adapter_dtype: as in PEFT, for the adapters outside the experts; those inside are always fp32.
 
     Raises:
-        AdapterError: the config cannot be served, see :func:`ktft.adapters.config.check_config` and ``resolve_targets``.
+        AdapterError: the config cannot be served, see :func:`ktft.adapters.config.check_config` and
+            ``resolve_targets``.
     """
 
     def __init__(
@@ -123,7 +125,8 @@ class KtftPeftModel(PeftModelForCausalLM):
             )
         check_config(peft_config)
         _refuse_resized(model)
-        # PeftModel builds a stock tuner. It is given a config that adapts nothing, and replaced by the tuner that knows experts.
+        # PeftModel builds a stock tuner. It is given a config that adapts nothing, and replaced by the tuner that
+        # knows experts.
         super().__init__(model, LoraConfig(target_modules=DUMMY_TARGET_MODULES, task_type="CAUSAL_LM"), adapter_name)
         del model.peft_config
         try:
@@ -145,17 +148,19 @@ class KtftPeftModel(PeftModelForCausalLM):
         path_initial_model_for_weight_conversion: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write ``adapter_model.safetensors`` and ``adapter_config.json``; an adapter not named "default" goes into a folder of its name.
+        """Write ``adapter_model.safetensors`` and ``adapter_config.json``; an adapter not named "default" goes into a
+        folder of its name.
 
-        The arguments are PEFT's, so that trainers can call it. Tensors are written in fp32 (adapters outside the experts in their
-        own dtype). A process killed meanwhile leaves the previous files.
+        The arguments are PEFT's, so that trainers can call it. Tensors are written in fp32 (adapters outside the
+        experts in their own dtype). A process killed meanwhile leaves the previous files.
 
         Args:
-            state_dict: values to write in place of the model's, under the names of ``state_dict()``; trainers that gather shards use it.
+            state_dict: values to write in place of the model's, under the names of ``state_dict()``; trainers that
+                gather shards use it.
 
         Raises:
-            AdapterError: a value is not finite, the directory holds the base model, the vocabulary was resized, or an argument asks
-                for what cannot be written.
+            AdapterError: a value is not finite, the directory holds the base model, the vocabulary was resized, or an
+                argument asks for what cannot be written.
         """
         state_dict = kwargs.pop("state_dict", None)
         kwargs.pop("max_shard_size", None)  # an adapter is one file
@@ -199,11 +204,12 @@ class KtftPeftModel(PeftModelForCausalLM):
     ) -> _IncompatibleKeys:
         """Load an adapter: a new one under this name, or new values for the one that has it.
 
-        Values are copied into the existing parameters, so an optimizer's references stay valid. Every tensor in the file is accounted
-        for, and every adapted module of the model, before anything changes.
+        Values are copied into the existing parameters, so an optimizer's references stay valid. Every tensor in the
+        file is accounted for, and every adapted module of the model, before anything changes.
 
         Args:
-            model_id: a directory, or the id of an adapter on the hub (``subfolder``, ``revision``, ``cache_dir``, ``token`` as in PEFT).
+            model_id: a directory, or the id of an adapter on the hub (``subfolder``, ``revision``, ``cache_dir``,
+                ``token`` as in PEFT).
             adapter_name: new or existing. A new one is not activated.
             is_trainable: whether a new adapter gets gradients; False also puts the model in eval mode, as PEFT does.
 
@@ -215,8 +221,8 @@ class KtftPeftModel(PeftModelForCausalLM):
         """
         if low_cpu_mem_usage or key_mapping or ephemeral_gpu_offload or kwargs.pop("ignore_mismatched_sizes", False):
             raise AdapterError(
-                "load_adapter does not support low_cpu_mem_usage, key_mapping, ephemeral_gpu_offload or ignore_mismatched_sizes: "
-                "an adapter fits as it is, or is refused"
+                "load_adapter does not support low_cpu_mem_usage, key_mapping, ephemeral_gpu_offload or "
+                "ignore_mismatched_sizes: an adapter fits as it is, or is refused"
             )
         stored = read_adapter(_adapter_directory(model_id, **kwargs), self.get_base_model())
         AdapterTensors(stored).check_finite()
@@ -250,7 +256,10 @@ class KtftPeftModel(PeftModelForCausalLM):
         key_mapping: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> KtftPeftModel:
-        """A model from ``ktft.load_model`` with one adapter from a directory or the hub; arguments and errors as in :meth:`load_adapter`."""
+        """A model from ``ktft.load_model`` with one adapter from a directory or the hub.
+
+        Arguments and errors as in :meth:`load_adapter`.
+        """
         if config is not None or low_cpu_mem_usage or key_mapping or ephemeral_gpu_offload:
             raise AdapterError(
                 "from_pretrained does not support config, low_cpu_mem_usage, key_mapping or ephemeral_gpu_offload"
@@ -303,12 +312,14 @@ def get_peft_model(model: PreTrainedModel, peft_config: LoraConfig, adapter_name
 
     Args:
         model: from ``ktft.load_model``.
-        peft_config: ``target_modules`` names Linear modules, and ``experts`` for every routed expert; "all-linear" includes the routed
-            experts. ``rank_pattern`` and ``alpha_pattern`` may give ``experts`` its own rank and alpha. It is copied.
+        peft_config: ``target_modules`` names Linear modules, and ``experts`` for every routed expert; "all-linear"
+            includes the routed experts. ``rank_pattern`` and ``alpha_pattern`` may give ``experts`` its own rank and
+            alpha. It is copied.
         adapter_name: name of the adapter.
 
     Raises:
-        AdapterError: a field that is not supported, a target that matches nothing, a model with adapters or without mapped experts.
+        AdapterError: a field that is not supported, a target that matches nothing, a model with adapters or without
+            mapped experts.
     """
     if isinstance(model, PeftModel):
         raise AdapterError("the model is a PeftModel already: use its add_adapter")
@@ -323,9 +334,11 @@ def load_adapter(
     adapter_name: str = "default",
     is_trainable: bool = False,
 ) -> KtftPeftModel:
-    """Put an adapter from a directory (or the hub) on a model from ``ktft.load_model``; on a KtftPeftModel it becomes a further one.
+    """Put an adapter from a directory (or the hub) on a model from ``ktft.load_model``; on a KtftPeftModel it becomes
+    a further one.
 
-    Reads what ktft saves, per-expert PEFT adapters, and the fused ``target_parameters`` adapters of stock PEFT 0.19.1 and later.
+    Reads what ktft saves, per-expert PEFT adapters, and the fused ``target_parameters`` adapters of stock PEFT 0.19.1
+    and later.
 
     Raises:
         AdapterError: names the file and the tensor or key that does not fit.
@@ -370,29 +383,28 @@ def _adapter_tensors(
     return out
 
 
-def _training_config(stored: StoredAdapter, model: nn.Module, is_trainable: bool) -> LoraConfig:
+def _training_config(stored: StoredAdapter, model: PreTrainedModel, is_trainable: bool) -> LoraConfig:
     """A config in the training form under which the model gets exactly the layers the file holds."""
     file = stored.config
     if stored.training is not None:
         fields = dict(stored.training)
     else:
         layers = stored.layers()
-        rank, _ = next(iter(layers.values()))
         alphas = {path: scaling * (math.sqrt(r) if file.use_rslora else r) for path, (r, scaling) in layers.items()}
+        (rank, _), alpha = next(iter(layers.values())), next(iter(alphas.values()))
         fields = {
             "r": rank,
-            "lora_alpha": next(iter(alphas.values())),
+            "lora_alpha": alpha,
             "target_modules": sorted(layers),
-            # PEFT matches patterns as regular expressions; a dot that matches any character still matches only these paths.
-            "rank_pattern": {path: r for path, (r, _) in layers.items()},
-            "alpha_pattern": alphas,
+            "rank_pattern": {re.escape(path): r for path, (r, _) in layers.items() if r != rank},
+            "alpha_pattern": {re.escape(path): value for path, value in alphas.items() if value != alpha},
             "use_rslora": file.use_rslora,
             "lora_dropout": file.lora_dropout,
         }
     return LoraConfig(
         **fields,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=file.base_model_name_or_path,
+        base_model_name_or_path=model.name_or_path or file.base_model_name_or_path,
         revision=file.revision,
         inference_mode=not is_trainable,
     )
@@ -408,8 +420,9 @@ def _check_fit(stored: StoredAdapter, layers: dict[str, LoraLayer], adapter_name
         layer = layers[path]
         if layer.r[adapter_name] != rank or not math.isclose(layer.scaling[adapter_name], scaling, rel_tol=1e-6):
             raise AdapterError(
-                f"{stored.directory}: {path!r} has rank {rank} and scaling {scaling:.9g} by {CONFIG_FILE} and {WEIGHTS_FILE}, but adapter "
-                f"{adapter_name!r} has rank {layer.r[adapter_name]} and scaling {layer.scaling[adapter_name]:.9g}"
+                f"{stored.directory}: {path!r} has rank {rank} and scaling {scaling:.9g} by {CONFIG_FILE} and "
+                f"{WEIGHTS_FILE}, but adapter {adapter_name!r} has rank {layer.r[adapter_name]} and scaling "
+                f"{layer.scaling[adapter_name]:.9g}"
             )
 
 
@@ -432,14 +445,18 @@ def _adapter_directory(model_id: str | os.PathLike[str], **hub: Any) -> Path:
 def _refuse_resized(model: PreTrainedModel) -> None:
     """An adapter file holds no embeddings, so one trained on a resized vocabulary would be lost or wrong later."""
     base = model.name_or_path
-    if not base or not os.path.isfile(os.path.join(base, "config.json")):
+    if not base:
         return
-    saved = type(model.config).from_pretrained(base).get_text_config().vocab_size
+    try:
+        saved = type(model.config).from_pretrained(base, local_files_only=True).get_text_config().vocab_size
+    except OSError:  # not built from a checkpoint: there is nothing to differ from
+        return
     rows = model.get_input_embeddings().weight.shape[0]
     if rows != saved:
         raise AdapterError(
-            f"the embeddings have {rows} rows, the checkpoint {base} says vocab_size {saved}: resized embeddings are not part of an "
-            "adapter. Save a base model with the new vocabulary first, then load that with ktft.load_model."
+            f"the embeddings have {rows} rows, the checkpoint {base} says vocab_size {saved}: resized embeddings are "
+            "not part of an adapter. Save a base model with the new vocabulary first, then load that with "
+            "ktft.load_model."
         )
 
 
