@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "prefetch.h"
+
 namespace ktft {
 
 namespace {
@@ -21,7 +23,9 @@ Layer::Layer(const LayerCall& call)
       routes_(group_routes(call.top_k_index, call.top_k_weights, call.tokens, call.top_k, call.experts)),
       hidden_stride_(words(call.hidden) * 4),
       inter_stride_(words(call.intermediate) * 4),
-      dropout_(call.dropout_p > 0 && !call.adapters.empty()) {}
+      dropout_(call.dropout_p > 0 && !call.adapters.empty()) {
+  prefetch_experts(call_, routes_);
+}
 
 void Layer::cut_waves(int64_t bytes_per_row) {
   const int64_t budget = std::max(kMinWaveRows, kWaveBytesPerThread * call_.threads / std::max<int64_t>(bytes_per_row, 1));
