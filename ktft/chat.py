@@ -129,7 +129,7 @@ class Session:
         return streamer.text
 
 
-class _Streamer(TextStreamer):  # type: ignore[misc]
+class _Streamer(TextStreamer):
     """Writes finished words to a stream and keeps them in ``text``."""
 
     def __init__(self, tokenizer: Any, output: TextIO) -> None:

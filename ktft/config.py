@@ -179,15 +179,20 @@ _NO_EFFECT = {
     "ddp_timeout": "this run is one process",
 }
 
-_POSITIVE = (
-    "lora_rank cutoff_len per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
-    "learning_rate num_train_epochs logging_steps save_steps eval_steps lora_alpha max_samples save_total_limit adam_epsilon "
-    "max_new_tokens"
-).split()
-_NOT_NEGATIVE = (
-    "val_size warmup_steps weight_decay max_grad_norm seed dataloader_num_workers exact_match_samples"
-).split()
-_BELOW_ONE = ("lora_dropout", "warmup_ratio", "adam_beta1", "adam_beta2")
+_RANGES: tuple[tuple[str, float, bool, float, str], ...] = (
+    (
+        "lora_rank cutoff_len per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps "
+        "learning_rate num_train_epochs logging_steps save_steps eval_steps lora_alpha max_samples save_total_limit "
+        "adam_epsilon max_new_tokens",
+        *(0, False, math.inf, "more than 0"),
+    ),
+    (
+        "val_size warmup_steps weight_decay max_grad_norm seed dataloader_num_workers exact_match_samples",
+        *(0, True, math.inf, "0 or more"),
+    ),
+    ("lora_dropout warmup_ratio adam_beta1 adam_beta2", 0, True, 1, "at least 0 and below 1"),
+)
+"""(keys, low end, whether it is allowed, high end, which is not, the range in words)."""
 
 
 def cache_dir() -> Path:
@@ -324,14 +329,10 @@ def _describe(option: Any) -> str:
 
 def _check(recipe: Recipe) -> None:
     """Ranges and conflicts."""
-    for names, holds, range_text in (
-        (_POSITIVE, lambda number: number > 0, "more than 0"),
-        (_NOT_NEGATIVE, lambda number: number >= 0, "0 or more"),
-        (_BELOW_ONE, lambda number: 0 <= number < 1, "at least 0 and below 1"),
-    ):
-        for key in names:
+    for names, low, low_allowed, high, range_text in _RANGES:
+        for key in names.split():
             number = getattr(recipe, key)
-            if number is not None and not holds(number):
+            if number is not None and not (low < number < high or (low_allowed and number == low)):
                 raise RecipeError(f"{key}: {number!r} is out of range; it must be {range_text}")
     if recipe.lora_rank > 256:
         raise RecipeError(f"lora_rank: {recipe.lora_rank} is out of range; it must lie between 1 and 256")

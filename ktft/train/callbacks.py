@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-class Progress(TrainerCallback):  # type: ignore[misc]
+class Progress(TrainerCallback):
     """A bar with loss, tokens/s, learning rate and the time left; one JSON object per log entry in ``log``.
 
     Tokens are counted without padding, seconds from the first micro-batch of a step to the optimizer's update, so
@@ -99,7 +99,7 @@ class Progress(TrainerCallback):  # type: ignore[misc]
         tqdm.write(line, file=sys.stderr)
 
 
-class SaveOnInterrupt(TrainerCallback):  # type: ignore[misc]
+class SaveOnInterrupt(TrainerCallback):
     """Ctrl-C ends training after the step that is running, with a checkpoint. A second Ctrl-C stops at once.
 
     A context manager: the signal is ours inside it only. Needs the main thread, as signals do.

@@ -235,7 +235,8 @@ def build_model(recipe: Recipe, base: str) -> KtftPeftModel:
         # PEFT reads a transformers property that is deprecated there; nothing the user could change.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         peft_model = get_peft_model(model, config)
-    return peft_model.train()
+    peft_model.train()
+    return peft_model
 
 
 def make_trainer(
@@ -247,6 +248,10 @@ def make_trainer(
     callbacks: list[Any],
 ) -> AdapterTrainer:
     """The Trainer that does what the recipe says."""
+    checkpointing: dict[str, Any] = {}
+    if not recipe.disable_gradient_checkpointing:
+        # The names of transformers 5.17; 5.24 calls them activation_checkpointing and takes both.
+        checkpointing = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     strategy = recipe.eval_strategy or ("steps" if recipe.eval_steps else "no")
     arguments = TrainingArguments(
         output_dir=recipe.output_dir,
@@ -267,8 +272,7 @@ def make_trainer(
         seed=recipe.seed,
         bf16=False,  # see trainer.py
         use_cpu=model.device.type == "cpu",
-        gradient_checkpointing=not recipe.disable_gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
+        **checkpointing,
         dataloader_num_workers=recipe.dataloader_num_workers,
         dataloader_pin_memory=model.device.type != "cpu",
         remove_unused_columns=False,

@@ -21,12 +21,12 @@ import os
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerControl
 
 from ktft.data import IGNORE
 
 
-class AdapterTrainer(Trainer):  # type: ignore[misc]
+class AdapterTrainer(Trainer):
     """See the module. Takes a ``KtftPeftModel``; the arguments are Trainer's.
 
     Raises:
@@ -60,7 +60,7 @@ class AdapterTrainer(Trainer):  # type: ignore[misc]
         self.model.train(was_training)
         metrics = {f"{metric_key_prefix}_loss": total / count}
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control: TrainerControl = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
