@@ -283,7 +283,9 @@ def _yaml(text: str, what: str) -> Any:
 
 def _convert(key: str, value: Any, wanted: Any) -> Any:
     """``value`` as the type of field ``key``, or a RecipeError."""
-    options = typing.get_args(wanted) if isinstance(wanted, types.UnionType) else (wanted,)
+    # `Literal[…] | None` is a typing.Union, `int | None` a types.UnionType.
+    is_union = typing.get_origin(wanted) in (types.UnionType, typing.Union)
+    options = typing.get_args(wanted) if is_union else (wanted,)
     for option in options:
         origin = typing.get_origin(option)
         if option is type(None):

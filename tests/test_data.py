@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny_chat
-from tests.tiny_chat import chat, tiny_tokenizer
-
 from ktft.data import (
     IGNORE,
     Chat,
@@ -21,6 +18,8 @@ from ktft.data import (
     read_chats,
     split_held_out,
 )
+from tests import tiny_chat
+from tests.tiny_chat import chat, tiny_tokenizer
 
 TWO_TURNS = chat("Which ship?", "The Tern.", "Which quay?", "Quay 3,\nat noon.", system="Log the harbour.")
 
@@ -72,7 +71,8 @@ def test_labels_are_the_assistants_turns(template, messages, expected):
 
 def test_a_token_across_the_boundary_counts_as_the_assistants():
     tokenizer = tiny_tokenizer(
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot|>{% endfor %}{{ 'assistant: ' if add_generation_prompt }}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}<|eot|>{% endfor %}"
+        "{{ 'assistant: ' if add_generation_prompt }}"
     )
     encoded = encode_chat(tokenizer, chat("x", "the ship"))
     assert " the" in [

@@ -1,8 +1,9 @@
-"""A byte-level tokenizer with a few hundred tokens, chat templates in the manner of well-known ones, tiny models to go with them.
+"""A byte-level tokenizer with a few hundred tokens, chat templates in the manner of well-known ones, tiny models to go
+with them.
 
-No template here is a vendor's text; each keeps the trait that makes masking hard: a system prompt the template adds (chatml), a
-begin-of-text token and trimming (llama), thinking blocks that only the last turn keeps (thinking), roles without special tokens
-(inst), an end-of-turn that differs in the last turn (final), no end-of-turn at all (endless).
+No template here is a vendor's text; each keeps the trait that makes masking hard: a system prompt the template adds
+(chatml), a begin-of-text token and trimming (llama), thinking blocks that only the last turn keeps (thinking), roles
+without special tokens (inst), an end-of-turn that differs in the last turn (final), no end-of-turn at all (endless).
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.tiny_models import tiny_checkpoint
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-SPECIAL = "<pad>,<bos>,<|im_start|>,<|im_end|>,<|head|>,<|/head|>,<|eot|>,</s>,<|return|>,<|user|>,<|assistant|>".split(
-    ","
+from tests.tiny_models import tiny_checkpoint
+
+SPECIAL = (
+    "<pad> <bos> <|im_start|> <|im_end|> <|head|> <|/head|> <|eot|> </s> <|return|> <|user|> <|assistant|>".split()
 )
 
 CHATML = (
@@ -51,7 +53,7 @@ ENDLESS = (
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 
-TEXT = "The harbour log says: the ship landed forty crates of salt at the quay on Tuesday. You are brief. Assistant user system"
+TEXT = "The harbour log says: the ship landed forty crates of salt at the quay on Tuesday. You are brief. Assistant"
 
 
 def tiny_tokenizer(template: str = CHATML, **kwargs: Any) -> PreTrainedTokenizerFast:
