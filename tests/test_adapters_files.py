@@ -520,6 +520,15 @@ def test_stock_peft_does_not_load_onto_a_ktft_model(good: Path, base: PreTrained
             PeftModel.from_pretrained(base, good)
 
 
+def test_stock_peft_does_not_load_fused_tensors_either(directory: Path, base: PreTrainedModel, tmp_path: Path) -> None:
+    path = fused(directory, tmp_path / "fused", 40, 28, legacy=False)
+    edit_config(path, target_modules=["q_proj"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match=r"ktft\.load_adapter"):
+            PeftModel.from_pretrained(base, path)
+
+
 def test_stock_peft_does_not_make_expert_adapters_on_a_ktft_model(base: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="CpuExperts"):
         peft.get_peft_model(base, LoraConfig(**FIELDS))

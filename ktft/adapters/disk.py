@@ -153,56 +153,58 @@ def _training(metadata: Mapping[str, str], path: Path) -> dict[str, Any] | None:
 
 
 class AdapterTensors:
-    """The tensors of a checked adapter, read one by one.
+    """The values of a checked adapter, read tensor by tensor; a context manager, which holds the file open.
 
     Raises:
-        AdapterError: a tensor is not finite.
+        AdapterError: on entry, a tensor is not finite.
     """
 
     def __init__(self, stored: StoredAdapter) -> None:
-        self._stored = stored
-        self._path = stored.directory / WEIGHTS_FILE
+        path = stored.directory / WEIGHTS_FILE
+        self._open = safe_open(path, framework="pt")
+        self._file = self._open.__enter__()
+        for key in stored.tensors:
+            if not torch.isfinite(self._file.get_tensor(key)).all():
+                self._open.__exit__(None, None, None)
+                raise AdapterError(f"{path}: tensor {key!r} holds NaN or infinity")
 
-    def check_finite(self) -> None:
-        """Read every tensor once; nothing is kept."""
-        with safe_open(self._path, framework="pt") as file:
-            for key in self._stored.tensors:
-                if not torch.isfinite(file.get_tensor(key)).all():
-                    raise AdapterError(f"{self._path}: tensor {key!r} holds NaN or infinity")
+    def __enter__(self) -> AdapterTensors:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._open.__exit__(None, None, None)
 
     @torch.no_grad()
     def copy_experts(self, entry: StoredExperts, factors: Mapping[str, torch.Tensor]) -> None:
-        """Fill the six stacks (by slot) of one layer, in place."""
+        """Fill the six stacks (by slot of LORA_NAMES) of one layer, in place."""
         experts = entry.experts
         # One scaling serves the layer; where the file scales down otherwise, its B carries the ratio.
         ratio = 1.0 if entry.down_scaling == entry.scaling else entry.down_scaling / entry.scaling
-        with safe_open(self._path, framework="pt") as file:
-            if not entry.fused:
-                for (slot, expert), key in entry.keys.items():
-                    tensor = file.get_tensor(key)
-                    factors[slot][expert].copy_(tensor * ratio if slot == "down_b" and ratio != 1 else tensor)
-                return
-            for stack in factors.values():
-                stack.zero_()  # a smaller rank, or a projection that is not adapted, is padded with zeros
-            for part in ("gate", "up", "down"):
-                if (f"{part}_a", None) not in entry.keys:
-                    continue
-                a, b = (file.get_tensor(entry.keys[f"{part}_{side}", None]) for side in "ab")
-                a, b = unpack_fused(a, b, experts.num_experts)
-                rank, i = a.shape[1], experts.intermediate_size
-                if part != "down":
-                    b = b[:, :i] if part == "gate" else b[:, i:]
-                elif ratio != 1:
-                    b = b * ratio
-                factors[f"{part}_a"][:, :rank].copy_(a)
-                factors[f"{part}_b"][:, :, :rank].copy_(b)
+        if not entry.fused:
+            for (slot, expert), key in entry.keys.items():
+                tensor = self._file.get_tensor(key)
+                factors[slot][expert].copy_(tensor * ratio if slot == "down_b" and ratio != 1 else tensor)
+            return
+        for stack in factors.values():
+            stack.zero_()  # a smaller rank, or a projection that is not adapted, is padded with zeros
+        for part in ("gate", "up", "down"):
+            if (f"{part}_a", None) not in entry.keys:
+                continue
+            a, b = (self._file.get_tensor(entry.keys[f"{part}_{side}", None]) for side in "ab")
+            a, b = unpack_fused(a, b, experts.num_experts)
+            rank, i = a.shape[1], experts.intermediate_size
+            if part != "down":
+                b = b[:, :i] if part == "gate" else b[:, i:]
+            elif ratio != 1:
+                b = b * ratio
+            factors[f"{part}_a"][:, :rank].copy_(a)
+            factors[f"{part}_b"][:, :, :rank].copy_(b)
 
     @torch.no_grad()
     def copy_linear(self, linear: StoredLinear, a: torch.Tensor, b: torch.Tensor) -> None:
         """Fill A [r, in] and B [out, r] of one Linear, in place."""
-        with safe_open(self._path, framework="pt") as file:
-            a.copy_(file.get_tensor(linear.keys["A"]))
-            b.copy_(file.get_tensor(linear.keys["B"]))
+        a.copy_(self._file.get_tensor(linear.keys["A"]))
+        b.copy_(self._file.get_tensor(linear.keys["B"]))
 
 
 __all__ = ["AdapterTensors", "read_adapter", "refuse_model_directory", "write_adapter"]

@@ -44,6 +44,10 @@ from ktft.experts import CpuExperts
 from ktft.lora import MERGE_REFUSED, ExpertLora
 from ktft.weights import LORA_NAMES
 
+NO_META = "low_cpu_mem_usage=True is not supported: adapters are created with values, and filled in place"
+_REWRITTEN = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
+"""Fields that PEFT rewrites for stock fused experts."""
+
 
 class KtftLoraModel(LoraModel):
     """PEFT's LoRA tuner, taught what ``experts`` means. Created by :class:`KtftPeftModel`."""
@@ -85,10 +89,6 @@ class KtftLoraModel(LoraModel):
         )
 
 
-NO_META = "low_cpu_mem_usage=True is not supported: adapters are created with values, and filled in place"
-_REWRITTEN = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
-
-
 class KtftPeftModel(PeftModelForCausalLM):
     """A causal language model with mapped experts and LoRA adapters.
 
@@ -112,9 +112,7 @@ class KtftPeftModel(PeftModelForCausalLM):
         low_cpu_mem_usage: bool = False,
     ) -> None:
         if low_cpu_mem_usage:
-            raise AdapterError(
-                "low_cpu_mem_usage=True is not supported; adapters are created on the CPU and filled in place"
-            )
+            raise AdapterError(NO_META)
         if not any(isinstance(module, CpuExperts) for module in model.modules()):
             raise AdapterError(
                 f"this {type(model).__name__} has no mapped experts; load it with ktft.load_model, or use stock PEFT"
@@ -225,17 +223,17 @@ class KtftPeftModel(PeftModelForCausalLM):
                 "ignore_mismatched_sizes: an adapter fits as it is, or is refused"
             )
         stored = read_adapter(_adapter_directory(model_id, **kwargs), self.get_base_model())
-        AdapterTensors(stored).check_finite()
-        new = adapter_name not in self.peft_config
-        if new:
-            config = _training_config(stored, self.get_base_model(), is_trainable)
-            self.add_adapter(adapter_name, config, autocast_adapter_dtype=autocast_adapter_dtype)
-        try:
-            self._fill(stored, adapter_name)
-        except Exception:
+        with AdapterTensors(stored) as tensors:
+            new = adapter_name not in self.peft_config
             if new:
-                self.delete_adapter(adapter_name)
-            raise
+                config = _training_config(stored, self.get_base_model(), is_trainable)
+                self.add_adapter(adapter_name, config, autocast_adapter_dtype=autocast_adapter_dtype)
+            try:
+                self._fill(stored, tensors, adapter_name)
+            except Exception:
+                if new:
+                    self.delete_adapter(adapter_name)
+                raise
         if new and is_trainable:
             self.set_requires_grad(adapter_name)
         if not is_trainable:
@@ -266,26 +264,21 @@ class KtftPeftModel(PeftModelForCausalLM):
             )
         kwargs.pop("torch_device", None)
         stored = read_adapter(_adapter_directory(model_id, **kwargs), model)
-        AdapterTensors(stored).check_finite()
-        peft_model = cls(
-            model,
-            _training_config(stored, model, is_trainable),
-            adapter_name,
-            autocast_adapter_dtype=autocast_adapter_dtype,
-        )
-        try:
-            peft_model._fill(stored, adapter_name)
-        except Exception:
-            peft_model.unload()
-            raise
+        with AdapterTensors(stored) as tensors:
+            trained = _training_config(stored, model, is_trainable)
+            peft_model = cls(model, trained, adapter_name, autocast_adapter_dtype=autocast_adapter_dtype)
+            try:
+                peft_model._fill(stored, tensors, adapter_name)
+            except Exception:
+                peft_model.unload()
+                raise
         if not is_trainable:
             peft_model.eval()
         return peft_model
 
-    def _fill(self, stored: StoredAdapter, adapter_name: str) -> None:
+    def _fill(self, stored: StoredAdapter, tensors: AdapterTensors, adapter_name: str) -> None:
         layers = adapter_layers(self.get_base_model(), adapter_name)
         _check_fit(stored, layers, adapter_name)
-        tensors = AdapterTensors(stored)
         for path, experts in stored.experts.items():
             layer = layers[path]
             assert isinstance(layer, ExpertLora)
