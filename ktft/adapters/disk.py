@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -161,18 +162,18 @@ class AdapterTensors:
 
     def __init__(self, stored: StoredAdapter) -> None:
         path = stored.directory / WEIGHTS_FILE
-        self._open = safe_open(path, framework="pt")
-        self._file = self._open.__enter__()
+        self._stack = ExitStack()
+        self._file: Any = self._stack.enter_context(safe_open(path, framework="pt"))
         for key in stored.tensors:
             if not torch.isfinite(self._file.get_tensor(key)).all():
-                self._open.__exit__(None, None, None)
+                self._stack.close()
                 raise AdapterError(f"{path}: tensor {key!r} holds NaN or infinity")
 
     def __enter__(self) -> AdapterTensors:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._open.__exit__(None, None, None)
+        self._stack.close()
 
     @torch.no_grad()
     def copy_experts(self, entry: StoredExperts, factors: Mapping[str, torch.Tensor]) -> None:
