@@ -1,0 +1,399 @@
+"""Training: loss normalisation, what is trained and what stays, resuming, Ctrl-C, output directories, scoring."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from ktft.config import Recipe, make_recipe
+from ktft.data import IGNORE, Chat, ChatDataset, EncodedChat, collate, read_chats
+from ktft.lora import ExpertLora
+from ktft.train import exact_match, run
+from ktft.train.callbacks import Progress, read_log
+from ktft.train.report import plot_loss
+from ktft.train.run import build_model, load_tokenizer, make_trainer, open_output, prepare_base
+from ktft.weights import LORA_NAMES
+from tests.tiny_chat import chat, tiny_chat_model, tiny_tokenizer, write_chats
+
+ROOT = Path(__file__).parents[1]
+WORDS = "salt tar rye rope tea coal lime wool".split()
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_chat_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    chats = [chat(f"log {n} {word}", f"{word} " * (1 + n % 4)) for n, word in enumerate(WORDS + WORDS[:3])]
+    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", chats)
+
+
+def recipe(base: Path, data: Path, output: Path, **keys) -> Recipe:
+    return make_recipe(
+        {
+            "model_name_or_path": str(base),
+            "dataset": str(data),
+            "output_dir": str(output),
+            "bf16": False,
+            "device": "cpu",
+            "lora_rank": 3,
+            "lora_target": "q_proj,v_proj,experts",
+            "learning_rate": 1e-2,
+            "per_device_train_batch_size": 2,
+            "max_steps": 2,
+            "logging_steps": 1,
+            **keys,
+        }
+    )
+
+
+def in_loss(number: int, of: int) -> EncodedChat:
+    """A sample of ``of`` tokens whose last ``number`` carry loss."""
+    ids = torch.randint(20, 200, (of,), generator=torch.Generator().manual_seed(of)).tolist()
+    return EncodedChat(ids, [IGNORE] * (of - number) + ids[of - number :])
+
+
+class Gradients(TrainerCallback):
+    """Keeps the gradients the first optimizer step would use, and their norm."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if not self.values:
+            self.values = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    @property
+    def norm(self) -> float:
+        return float(sum(value.double().pow(2).sum() for value in self.values.values()) ** 0.5)
+
+
+def one_step(base: Path, data: Path, output: Path, samples: list[EncodedChat], **keys) -> tuple[Gradients, Progress]:
+    settings = recipe(base, data, output, max_steps=1, save_strategy="no", **keys)
+    torch.manual_seed(0)
+    model = build_model(settings, str(base))
+    with torch.no_grad():  # B = 0 would leave A without gradient
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
+    gradients = Gradients()
+    output.mkdir(parents=True)
+    progress = Progress(output / "log.jsonl")
+    make_trainer(settings, model, tiny_tokenizer(), ChatDataset(samples), None, [progress, gradients]).train()
+    return gradients, progress
+
+
+def test_accumulated_micro_batches_equal_one_batch(base: Path, data: Path, tmp_path: Path):
+    """Micro-batches with 1 and 7 labelled tokens: gradients and loss of one batch of 8 tokens, not a mean of means."""
+    samples = [in_loss(1, 12), in_loss(7, 15)]
+    clip_off = {"max_grad_norm": 1e9}
+    one, _ = one_step(base, data, tmp_path / "one", samples, per_device_train_batch_size=2, **clip_off)
+    two, _ = one_step(
+        base,
+        data,
+        tmp_path / "two",
+        samples,
+        per_device_train_batch_size=1,
+        gradient_accumulation_steps=2,
+        **clip_off,
+    )
+    assert one.values.keys() == two.values.keys() and len(one.values) > 12
+    for name, expected in one.values.items():
+        torch.testing.assert_close(two.values[name], expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+    losses = [read_log(tmp_path / name / "log.jsonl")[0]["loss"] for name in ("one", "two")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    # … and the mean over tokens, computed here.
+    settings = recipe(base, data, tmp_path / "x")
+    torch.manual_seed(0)
+    model = build_model(settings, str(base)).eval()
+    total = 0.0
+    for sample in samples:
+        with torch.no_grad(), model.disable_adapter():
+            logits = model(input_ids=torch.tensor([sample.input_ids])).logits[0].double()
+        picked = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(sample.input_ids[1:])[:, None])[:, 0]
+        total -= float(picked[torch.tensor(sample.labels[1:]) != IGNORE].sum())
+    model_loss = exact_loss(base, data, tmp_path, samples)
+    assert model_loss == pytest.approx(total / 8, rel=1e-5)
+
+
+def exact_loss(base: Path, data: Path, tmp_path: Path, samples: list[EncodedChat]) -> float:
+    """The Trainer's held-out loss of an untrained adapter (B = 0: the base's) over batches of unequal label counts."""
+    settings = recipe(base, data, tmp_path / "eval", per_device_eval_batch_size=1)
+    model = build_model(settings, str(base))
+    progress = Progress(tmp_path / "eval.jsonl")
+    trainer = make_trainer(settings, model, tiny_tokenizer(), ChatDataset(samples), ChatDataset(samples), [progress])
+    assert model.training
+    loss = trainer.evaluate()["eval_loss"]
+    assert model.training
+    return loss
+
+
+def test_clipping_covers_attention_and_experts_together(base: Path, data: Path, tmp_path: Path):
+    samples = [in_loss(5, 12), in_loss(7, 15)]
+    free, _ = one_step(base, data, tmp_path / "free", samples, max_grad_norm=1e9)
+    assert free.norm > 0.01
+    clipped, _ = one_step(base, data, tmp_path / "clipped", samples, max_grad_norm=0.01)
+    assert clipped.norm == pytest.approx(0.01, rel=1e-3)
+    scale = clipped.norm / free.norm
+    assert {"experts" in name for name in free.values} == {True, False}
+    for name, value in free.values.items():
+        torch.testing.assert_close(clipped.values[name], value * scale, rtol=1e-3, atol=1e-9)
+    assert read_log(tmp_path / "clipped" / "log.jsonl")[0]["grad_norm"] == pytest.approx(free.norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_what_is_trained_and_what_stays(base: Path, data: Path, tmp_path: Path, bf16: bool):
+    before = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
+    settings = recipe(base, data, tmp_path / "out", bf16=bf16, max_steps=3, per_device_train_batch_size=4)
+    torch.manual_seed(0)
+    model = build_model(settings, str(base))
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    output = tmp_path / "out"
+    output.mkdir()
+    tokenizer = load_tokenizer(settings, str(base))
+    from ktft.data import encode_chats
+
+    samples, _ = encode_chats(tokenizer, read_chats([str(data)], "."), 64)
+    make_trainer(settings, model, tokenizer, samples, None, [Progress(output / "log.jsonl")]).train()
+    assert hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest() == before
+    layers = [module for module in model.modules() if isinstance(module, ExpertLora)]
+    assert len(layers) == 2
+    for name, parameter in model.named_parameters():
+        trained = "lora_" in name
+        assert parameter.requires_grad == trained
+        assert torch.equal(parameter, start[name]) != trained, name
+        assert parameter.dtype == (torch.float32 if trained or not bf16 else torch.bfloat16)
+        assert parameter.device.type == "cpu"
+    for layer in layers:
+        for name, factor in zip(LORA_NAMES, layer.factors("default"), strict=True):
+            assert factor.dtype == torch.float32
+            if name.endswith("_b"):  # zero at the start; every routed expert has moved
+                assert factor.detach().abs().amax(dim=(1, 2)).min() > 0
+
+
+def test_three_steps_interrupted_and_resumed_equal_six(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Ctrl-C after step 3, then a new process: adapter, moments, schedule and log are those of six steps, bit for bit.
+
+    With dropout, accumulation and more than one epoch, so that random state and data order matter.
+    """
+    keys = {
+        "max_steps": 6,
+        "gradient_accumulation_steps": 2,
+        "lora_dropout": 0.3,
+        "lr_scheduler_type": "cosine",
+        "warmup_ratio": 0.3,
+        "bf16": True,
+        "save_steps": 6,
+    }
+    whole = run(recipe(base, data, tmp_path / "whole", **keys))
+    assert (whole.steps, whole.interrupted) == (6, False)
+
+    settings = recipe(base, data, tmp_path / "parts", **keys)
+    on_step_end = Progress.on_step_end
+
+    def interrupt(self, args, state, control, **kwargs):
+        on_step_end(self, args, state, control, **kwargs)
+        if state.global_step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    with monkeypatch.context() as patch:
+        patch.setattr(Progress, "on_step_end", interrupt)
+        part = run(settings)
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert (part.steps, part.interrupted) == (3, True)
+    assert (tmp_path / "parts/checkpoint-3/optimizer.pt").is_file()
+
+    (tmp_path / "recipe.yaml").write_text(settings.to_yaml(), encoding="utf-8")
+    resumed = subprocess.run(
+        [sys.executable, "-m", "ktft.cli", "train", str(tmp_path / "recipe.yaml"), "resume_from_checkpoint=true"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert "6 (from 3)" in resumed.stdout
+
+    for name in ("", "checkpoint-6"):
+        one, two = (load_file(tmp_path / side / name / "adapter_model.safetensors") for side in ("whole", "parts"))
+        assert one.keys() == two.keys() and any("experts.4" in key for key in one)
+        assert all(torch.equal(one[key], two[key]) for key in one)
+    optimizers = [
+        torch.load(tmp_path / side / "checkpoint-6/optimizer.pt", weights_only=True) for side in ("whole", "parts")
+    ]
+    moments = [state["state"] for state in optimizers]
+    assert moments[0].keys() == moments[1].keys() and len(moments[0]) == 2 * (4 + 6)
+    for index, values in moments[0].items():
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(values[key], moments[1][index][key])
+    assert optimizers[0]["param_groups"] == optimizers[1]["param_groups"]
+    assert torch.load(tmp_path / "whole/checkpoint-6/scheduler.pt", weights_only=True) == torch.load(
+        tmp_path / "parts/checkpoint-6/scheduler.pt", weights_only=True
+    )
+
+    def told(side: str) -> list[tuple[float, ...]]:
+        return [
+            (e["step"], e["loss"], e["learning_rate"], e["grad_norm"]) for e in read_log(tmp_path / side / "log.jsonl")
+        ]
+
+    assert told("whole") == told("parts") and len(told("whole")) == 6
+
+
+def test_gradient_checkpointing_gives_the_same_bits(base: Path, data: Path, tmp_path: Path):
+    samples = [in_loss(5, 12), in_loss(7, 15)]
+    kept, _ = one_step(base, data, tmp_path / "kept", samples, lora_dropout=0.2)
+    again, _ = one_step(base, data, tmp_path / "again", samples, lora_dropout=0.2, disable_gradient_checkpointing=False)
+    assert all(torch.equal(value, again.values[name]) for name, value in kept.values.items())
+
+
+def test_output_directory_is_not_overwritten_unasked(base: Path, data: Path, tmp_path: Path):
+    output = tmp_path / "out"
+    assert open_output(recipe(base, data, output)) is None
+    output.mkdir()
+    assert open_output(recipe(base, data, output)) is None
+    (output / "mine.txt").write_text("x")
+    with pytest.raises(ValueError, match="is not empty; give another one, overwrite_output_dir=true"):
+        open_output(recipe(base, data, output))
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        open_output(recipe(base, data, output, resume_from_checkpoint=True))
+    for step in (3, 12):
+        checkpoint = output / f"checkpoint-{step}"
+        checkpoint.mkdir()
+        for name in ("optimizer.pt", "scheduler.pt", "adapter_model.safetensors"):
+            (checkpoint / name).write_text("x")
+    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+        open_output(recipe(base, data, output, resume_from_checkpoint=True))
+    (output / "checkpoint-3/trainer_state.json").write_text("{}")
+    (output / "checkpoint-12/trainer_state.json").write_text("{")  # a save that was killed
+    assert open_output(recipe(base, data, output, resume_from_checkpoint=True)) == str(output / "checkpoint-3")
+    (output / "checkpoint-12/trainer_state.json").write_text("{}")
+    assert open_output(recipe(base, data, output, resume_from_checkpoint=True)) == str(output / "checkpoint-12")
+    named = str(output / "checkpoint-3")
+    assert open_output(recipe(base, data, output, resume_from_checkpoint=named)) == named
+    with pytest.raises(ValueError, match="resume_from_checkpoint: nowhere is not a complete checkpoint"):
+        open_output(recipe(base, data, output, resume_from_checkpoint="nowhere"))
+    assert open_output(recipe(base, data, output, overwrite_output_dir=True)) is None
+    assert [path.name for path in output.iterdir()] == ["mine.txt"]
+    with pytest.raises(ValueError, match="is a file"):
+        open_output(recipe(base, data, output / "mine.txt"))
+
+
+def test_a_second_interrupt_stops_at_once():
+    from ktft.train.callbacks import SaveOnInterrupt
+
+    with pytest.raises(KeyboardInterrupt), SaveOnInterrupt() as interrupt:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.interrupted
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_run_leaves_adapter_log_plot_and_summary(
+    base: Path, data: Path, tmp_path: Path, capfd: pytest.CaptureFixture
+):
+    held_out = write_chats(tmp_path / "held.jsonl", [chat("log 1 salt", "salt"), chat("log 2 tar", "tar tar")])
+    settings = recipe(
+        base,
+        data,
+        tmp_path / "out",
+        eval_dataset=str(held_out),
+        eval_steps=2,
+        max_steps=3,
+        exact_match_samples=1,
+        max_new_tokens=4,
+        plot_loss=True,
+        cutoff_len=48,
+        template="qwen3",
+    )
+    summary = run(settings)
+    out, err = capfd.readouterr()
+    assert "note: template: qwen3: not used" in out
+    assert "training data: 11 samples" in out and "held-out data: 2 samples" in out
+    assert "held-out loss" in err and "tokens/s" in err
+    assert (tmp_path / "out/loss.png").read_bytes().startswith(b"\x89PNG")
+    log = read_log(tmp_path / "out/log.jsonl")
+    assert [entry["step"] for entry in log if "loss" in entry] == [1, 2, 3]
+    assert [entry["step"] for entry in log if "eval_loss" in entry] == [2, 3]
+    assert all(entry["tokens_per_second"] > 0 and entry["learning_rate"] > 0 for entry in log if "loss" in entry)
+    assert summary.eval_loss == log[-1]["eval_loss"] and summary.last_loss == log[-2]["loss"]
+    assert summary.exact_match_before is not None and summary.exact_match_before.total == 1
+    saved = json.loads((tmp_path / "out/summary.json").read_text())
+    assert saved["tokens"] == summary.tokens > 0
+    adapter = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert adapter["base_model_name_or_path"] == str(base)
+    # The adapter holds no pickle anywhere, and a checkpoint only the trainer's state.
+    assert not list((tmp_path / "out").glob("**/*.bin"))
+    assert run(make_recipe({**settings_keys(settings), "overwrite_output_dir": True})).steps == 3
+    assert not (tmp_path / "out/log.partial").exists()
+
+
+def settings_keys(settings: Recipe) -> dict[str, object]:
+    import yaml
+
+    return yaml.safe_load(settings.to_yaml())
+
+
+def test_prepare_runs_when_the_base_is_missing(base: Path, data: Path, tmp_path: Path):
+    program = tmp_path / "make.py"
+    program.write_text(
+        "import sys, shutil; assert sys.argv[2] == '--output'; shutil.copytree(sys.argv[1], sys.argv[3])"
+    )
+    target = tmp_path / "cache/base"
+    target.parent.mkdir()
+    settings = recipe(target, data, tmp_path / "out", prepare=f"{program} '{base}'")
+    prepare_base(settings)
+    assert (target / "config.json").is_file()
+    program.write_text("raise SystemExit('not again')")
+    prepare_base(settings)
+    shutil.rmtree(target)
+    with pytest.raises(RuntimeError, match=r"make\.py ended with status 1 and did not build"):
+        prepare_base(settings)
+    with pytest.raises(ValueError, match=r"prepare: nothing\.py does not exist"):
+        prepare_base(recipe(target, data, tmp_path / "out", prepare="nothing.py"))
+
+
+def test_exact_match_is_generation_of_each_chat_alone(base: Path):
+    """Left padding and batching change nothing; the score counts exactly the answers that agree."""
+    tokenizer = tiny_tokenizer()
+    model = build_model(recipe(base, base, base), str(base))
+    prompts = ["a", "a much longer question about the harbour", "tea?"]
+    alone = [
+        exact_match(model, tokenizer, [Chat(chat(prompt, "x"), "")], max_new_tokens=6).answers[0] for prompt in prompts
+    ]
+    references = [alone[0], alone[1] + "!", f" {alone[2]}\n"]
+    chats = [Chat(chat(prompt, answer), "") for prompt, answer in zip(prompts, references, strict=True)]
+    for batch_size in (1, 2, 3):
+        score = exact_match(model, tokenizer, chats, max_new_tokens=6, batch_size=batch_size)
+        assert (score.right, score.total, list(score.answers)) == (2, 3, alone)
+    assert model.training and str(score) == "2 of 3 (67 %)"
+
+
+def test_plot_without_entries_draws_nothing(tmp_path: Path):
+    plot_loss([], tmp_path / "loss.png")
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_collated_padding_does_not_change_the_loss(base: Path, data: Path, tmp_path: Path):
+    model = build_model(recipe(base, data, tmp_path), str(base)).eval()
+    samples = [in_loss(5, 12), in_loss(7, 15)]
+    rows = [{"input_ids": sample.input_ids, "labels": sample.labels} for sample in samples]
+    with torch.no_grad():
+        padded = model(**collate(rows, 0), num_items_in_batch=12).loss
+        alone = sum(model(**collate([row], 0), num_items_in_batch=12).loss for row in rows)
+    torch.testing.assert_close(padded, alone, rtol=1e-5, atol=0)
