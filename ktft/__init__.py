@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ktft.adapters import get_peft_model, load_adapter
+    from ktft.adapters import AdapterError, KtftPeftModel, get_peft_model, load_adapter
     from ktft.experts import CpuExperts
     from ktft.model import load_model
 
@@ -24,13 +24,23 @@ except PackageNotFoundError:  # a checkout on the path, not installed
     __version__ = "0.0.0"
 
 _HOMES = {
+    "AdapterError": "ktft.adapters",
     "CpuExperts": "ktft.experts",
+    "KtftPeftModel": "ktft.adapters",
     "get_peft_model": "ktft.adapters",
     "load_adapter": "ktft.adapters",
     "load_model": "ktft.model",
 }
 
-__all__ = ["CpuExperts", "__version__", "get_peft_model", "load_adapter", "load_model"]
+__all__ = [
+    "AdapterError",
+    "CpuExperts",
+    "KtftPeftModel",
+    "__version__",
+    "get_peft_model",
+    "load_adapter",
+    "load_model",
+]
 
 
 def __getattr__(name: str) -> Any:

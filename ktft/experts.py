@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -135,6 +135,15 @@ class CpuExperts(nn.Module):
                 f"checkpoint and cannot be loaded from a state dict; the first is {refused[0]!r}. An adapter is loaded "
                 "with ktft.load_adapter, other weights by loading another checkpoint with ktft.load_model."
             )
+
+    @property
+    def parametrizations(self) -> NoReturn:
+        """Stock PEFT asks a module for this when it looks for parameters to adapt; finding none it would go on without
+        the experts and without an error."""
+        raise RuntimeError(
+            "routed experts are mapped and have no parameters that stock PEFT could adapt; use ktft.get_peft_model "
+            "with 'experts' in target_modules, or ktft.load_adapter"
+        )
 
     def extra_repr(self) -> str:
         if self.weights is None:

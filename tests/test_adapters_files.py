@@ -539,3 +539,16 @@ def test_stock_state_dict_functions_do_not_load_experts(good: Path, base: PreTra
     assert isinstance(model, KtftPeftModel)
     with pytest.raises(RuntimeError, match=r"ktft\.load_adapter"):
         peft.set_peft_model_state_dict(model, load_file(good / "adapter_model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": "all-linear"},
+        {"target_modules": ["gate_proj", "up_proj", "down_proj"]},
+        {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ],
+)
+def test_stock_peft_does_not_leave_experts_out_silently(base: PreTrainedModel, fields: dict[str, object]) -> None:
+    with pytest.raises(RuntimeError, match=r"ktft\.get_peft_model"):
+        peft.get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **fields))
