@@ -197,9 +197,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _version(arguments: argparse.Namespace) -> int:
-    from importlib.metadata import version
+    from importlib import metadata
 
-    print(f"ktft {version('ktft')}")
+    try:
+        print(f"ktft {metadata.version('ktft')}")
+    except metadata.PackageNotFoundError:
+        print("ktft, from a source tree that is not installed")
     return 0
 
 
