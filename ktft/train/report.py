@@ -53,7 +53,7 @@ class Summary:
             rows.append(("exact after", str(self.exact_match_after)))
         rows.append(("adapter", self.output_dir))
         if self.interrupted:
-            rows.append(("interrupted", "go on with: resume_from_checkpoint=true"))
+            rows.append(("interrupted", "go on with: overwrite_output_dir=false resume_from_checkpoint=true"))
         else:
             rows.append(("try it", f"ktft chat {self.base_model} --adapter {self.output_dir}"))
         return "\n".join(f"  {name:<14}{value}" for name, value in rows)

@@ -59,7 +59,7 @@ def run(recipe: Recipe) -> Summary:
     output = Path(recipe.output_dir)
     checkpoint = open_output(recipe)
     for notice in recipe.notices:
-        print(f"note: {notice}")
+        _say(f"note: {notice}")
     prepare_base(recipe)
     base = (
         os.path.abspath(recipe.model_name_or_path)
@@ -75,17 +75,17 @@ def run(recipe: Recipe) -> Summary:
     elif recipe.val_size:
         train_chats, held_out = split_held_out(train_chats, recipe.val_size, recipe.seed)
     train_set, report = encode_chats(tokenizer, train_chats, recipe.cutoff_len)
-    print(f"training data: {report}")
+    _say(f"training data: {report}")
     eval_set = None
     if held_out:
         eval_set, report = encode_chats(tokenizer, held_out, recipe.cutoff_len)
-        print(f"held-out data: {report}")
+        _say(f"held-out data: {report}")
 
     transformers_logging.disable_progress_bar()
     set_seed(recipe.seed)
     model = build_model(recipe, base)
     trainable, everything = model.get_nb_trainable_parameters()
-    print(f"{base}: {trainable:,} of {everything:,} parameters are trained")
+    _say(f"{base}: {trainable:,} of {everything:,} parameters are trained")
 
     scored = held_out[: recipe.exact_match_samples]
     before = after = None
@@ -132,7 +132,7 @@ def run(recipe: Recipe) -> Summary:
         exact_match_after=after,
     )
     summary.write(output / SUMMARY)
-    print(summary)
+    _say(str(summary))
     return summary
 
 
@@ -185,7 +185,7 @@ def prepare_base(recipe: Recipe) -> None:
     if not os.path.isfile(script):
         raise ValueError(f"prepare: {script} does not exist (paths are relative to the working directory)")
     command = [script, *arguments, "--output", recipe.model_name_or_path]
-    print(f"{recipe.model_name_or_path} is missing; building it: python {shlex.join(command)}", flush=True)
+    _say(f"{recipe.model_name_or_path} is missing; building it: python {shlex.join(command)}")
     # A process of its own: what it needs in memory is gone before training starts.
     status = subprocess.run([sys.executable, *command]).returncode
     if status or not os.path.isdir(recipe.model_name_or_path):
@@ -301,9 +301,13 @@ def make_trainer(
     return trainer
 
 
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
 def _score(when: str, model: Any, tokenizer: Any, chats: list[Chat], recipe: Recipe) -> Score:
     score = exact_match(model, tokenizer, chats, max_new_tokens=recipe.max_new_tokens)
-    print(f"exact answers {when}: {score}", flush=True)
+    _say(f"exact answers {when}: {score}")
     return score
 
 

@@ -45,9 +45,9 @@ def exact_match(
     answers: list[str] = []
     was_training = model.training
     model.eval()
-    # The last position of every prompt is a strided view, which torch's linear (frozen weight, no gradient) multiplies as
-    # a batch, with a copy of the vocabulary matrix per prompt: 1.1 GB for 20 prompts of SmolLM2. Contiguous rows are one
-    # product.
+    # The last position of every prompt is a strided view, which torch's linear (frozen weight, no gradient) multiplies
+    # as a batch, with a copy of the vocabulary matrix per prompt: 1.1 GB for 20 prompts of SmolLM2. Contiguous rows are
+    # one product.
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: (args[0].contiguous(),))
     for begin in range(0, len(prompts), batch_size):
         batch = tokenizer(
