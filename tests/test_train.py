@@ -184,6 +184,12 @@ def test_what_is_trained_and_what_stays(base: Path, data: Path, tmp_path: Path, 
                 assert factor.detach().abs().amax(dim=(1, 2)).min() > 0
 
 
+def test_the_target_all_is_every_linear_layer_and_the_experts(base: Path, data: Path, tmp_path: Path):
+    model = build_model(recipe(base, data, tmp_path, lora_target="all"), str(base))
+    adapted = {name.split(".lora_A")[0].split(".")[-1] for name, _ in model.named_parameters() if ".lora_A" in name}
+    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj", "experts"}  # not the router, not the output layer
+
+
 def test_three_steps_interrupted_and_resumed_equal_six(
     base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -288,6 +288,8 @@ def make_trainer(
         report_to="none",
         disable_tqdm=True,  # the bar is callbacks.Progress
     )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # or the Trainer would wrap the model in DataParallel and copy it to every GPU it sees
     trainer = AdapterTrainer(
         model=model,
         args=arguments,
