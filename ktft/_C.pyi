@@ -2,7 +2,6 @@ from collections.abc import Sequence
 
 MAX_ADAPTERS: int
 COMPILER: str
-__file__: str
 
 class LayerCall:
     def __init__(

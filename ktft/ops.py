@@ -327,42 +327,53 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _forward_cuda(
-    hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, weights: int, lora:
-    list[torch.Tensor],
-    scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float, dropout_seed: int, save: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weights: int,
+    lora: list[torch.Tensor],
+    scaling: list[float],
+    adapter_ids: torch.Tensor | None,
+    dropout_p: float,
+    dropout_seed: int,
+    save: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states on the accelerator, experts and what backward needs of them on the host."""
-    host = [_to_host(t) for t in (hidden, top_k_index, top_k_weights)]
-    ids = None if adapter_ids is None else _to_host(adapter_ids)
-    torch.cuda.current_stream(hidden.device).synchronize()
-    out, saved = _forward_cpu(*host, weights, lora, scaling, ids, dropout_p, dropout_seed, save)
-    return out.pin_memory().to(hidden.device, non_blocking=True), saved
+    device = hidden.device
+    hidden, top_k_index, top_k_weights = _to_host(hidden), _to_host(top_k_index), _to_host(top_k_weights)
+    adapter_ids = None if adapter_ids is None else _to_host(adapter_ids)
+    torch.cuda.current_stream(device).synchronize()
+    out, saved = _forward_cpu(
+        hidden, top_k_index, top_k_weights, weights, lora, scaling, adapter_ids, dropout_p, dropout_seed, save
+    )
+    return out.pin_memory().to(device, non_blocking=True), saved
 
 
 def _backward_cuda(
-    grad: torch.Tensor, saved: torch.Tensor, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights:
-    torch.Tensor,
-    weights: int, lora: list[torch.Tensor], scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float,
-    dropout_seed: int, need_hidden: bool, need_weights: bool, need_lora: bool,
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    grad: torch.Tensor,
+    saved: torch.Tensor,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weights: int,
+    lora: list[torch.Tensor],
+    scaling: list[float],
+    adapter_ids: torch.Tensor | None,
+    dropout_p: float,
+    dropout_seed: int,
+    need_hidden: bool,
+    need_weights: bool,
+    need_lora: bool,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     device = hidden.device
-    host_grad, *host = [_to_host(t) for t in (grad, hidden, top_k_index, top_k_weights)]
-    ids = None if adapter_ids is None else _to_host(adapter_ids)
+    grad, hidden = _to_host(grad), _to_host(hidden)
+    top_k_index, top_k_weights = _to_host(top_k_index), _to_host(top_k_weights)
+    adapter_ids = None if adapter_ids is None else _to_host(adapter_ids)
     torch.cuda.current_stream(device).synchronize()
     d_hidden, d_weights, d_lora = _backward_cpu(
-        host_grad,
-        saved,
-        *host,
-        weights,
-        lora,
-        scaling,
-        ids,
-        dropout_p,
-        dropout_seed,
-        need_hidden,
-        need_weights,
-        need_lora,
-    )
+        grad, saved, hidden, top_k_index, top_k_weights, weights, lora, scaling, adapter_ids,
+        dropout_p, dropout_seed, need_hidden, need_weights, need_lora,
+    )  # fmt: skip
     return d_hidden.to(device), d_weights.to(device), d_lora
 
 
@@ -373,23 +384,40 @@ _library.impl("moe_experts_backward", _backward_cuda, "CUDA")
 # --- fake and autograd
 
 
-@torch.library.register_fake("ktft::moe_experts", lib=_library)
+@torch.library.register_fake("ktft::moe_experts", lib=_library)  # type: ignore[untyped-decorator]
 def _forward_fake(
-    hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor, weights: int, lora:
-    list[torch.Tensor],
-    scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float, dropout_seed: int, save: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weights: int,
+    lora: list[torch.Tensor],
+    scaling: list[float],
+    adapter_ids: torch.Tensor | None,
+    dropout_p: float,
+    dropout_seed: int,
+    save: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     saved = torch.empty(_saved_shape(top_k_index, lookup(weights), save), dtype=hidden.dtype, device="cpu")
     return torch.empty_like(hidden, memory_format=torch.contiguous_format), saved
 
 
-@torch.library.register_fake("ktft::moe_experts_backward", lib=_library)
+@torch.library.register_fake("ktft::moe_experts_backward", lib=_library)  # type: ignore[untyped-decorator]
 def _backward_fake(
-    grad: torch.Tensor, saved: torch.Tensor, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights:
-    torch.Tensor,
-    weights: int, lora: list[torch.Tensor], scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float,
-    dropout_seed: int, need_hidden: bool, need_weights: bool, need_lora: bool,
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:  # fmt: skip
+    grad: torch.Tensor,
+    saved: torch.Tensor,
+    hidden: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    weights: int,
+    lora: list[torch.Tensor],
+    scaling: list[float],
+    adapter_ids: torch.Tensor | None,
+    dropout_p: float,
+    dropout_seed: int,
+    need_hidden: bool,
+    need_weights: bool,
+    need_lora: bool,
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     d_hidden = hidden.new_empty(hidden.shape if need_hidden else (0,))
     d_weights = top_k_weights.new_empty(top_k_weights.shape if need_weights else (0,))
     return d_hidden, d_weights, [torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in lora if need_lora]
@@ -474,6 +502,7 @@ def moe_experts(
         compute = torch.get_autocast_dtype(hidden.device.type)
     if compute == torch.float16:
         compute = torch.float32
+    out: torch.Tensor
     out, _saved = torch.ops.ktft.moe_experts(
         hidden.to(compute),
         top_k_index.to(torch.int64),
