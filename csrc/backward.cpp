@@ -39,7 +39,8 @@ class Backward : Layer {
 
     x_ = tensor_rows(call_.x, x_copy_);
     dy_ = tensor_rows(grad_out, dy_copy_);
-    const bool lora = !gradients_.factors.empty();
+    bool lora = false;
+    for (int n = 0; n < adapters(); ++n) lora = lora || wants_factors(n);
     for (const Wave& wave : waves_) {
       if (recompute_) {
         low_rank_inputs(wave, x_, u_gate_, u_up_);
@@ -50,7 +51,7 @@ class Backward : Layer {
       const char* wave_saved = recompute_ ? saved_copy_ : saved + wave.begin * saved_stride;
       down_backward_inputs(wave);
       activations_backward(wave, wave_saved, saved_stride);
-      middle(wave, lora);
+      middle(wave);
       if (gradients_.x) input_gradient(wave, sum);
       if (lora) factor_gradients(wave);
     }
@@ -72,6 +73,10 @@ class Backward : Layer {
   // u = s drop(input) Aᵀ as in forward; v = s dY Bd, and s d gate Bg, s d up Bu.
   std::vector<LowRank> u_gate_, u_up_, u_down_, v_down_, v_gate_, v_up_;
   std::vector<float*> weighted_u_, weighted_v_;  // w u_down, w v_down
+
+  bool wants_factors(int adapter) const {
+    return !gradients_.factors.empty() && gradients_.factors[size_t(adapter) * 6] != nullptr;
+  }
 
   void allocate() {
     begin_allocation();
@@ -98,20 +103,25 @@ class Backward : Layer {
   void down_backward_inputs(const Wave& wave) {
     if (adapters() == 0) return;
     parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
-      for (int n = 0; n < adapters(); ++n)
-        low_rank(worker, wave, wave.chunks[size_t(task)], dy_, true, kBackward, n, 5, -1, v_down_[size_t(n)]);
+      const Piece& chunk = wave.chunks[size_t(task)];
+      for (int n = chunk.first_adapter; n < chunk.last_adapter; ++n)
+        low_rank(worker, wave, chunk, dy_, true, kBackward, n, 5, -1, v_down_[size_t(n)]);
     });
   }
 
-  // The LoRA terms of a product. With dropout they go to a tile of their own (c[1]), adapter by adapter, because their mask belongs
-  // to the output of the product.
-  template <class Masked>
-  void masked_terms(Worker& worker, const Term* terms, int per_adapter, int site, int64_t row, int count, int64_t block,
-                    int columns, Masked add) {
-    for (int n = 0; n < adapters(); ++n) {
-      multiply(terms + n * per_adapter, per_adapter, count, columns, worker.c[1]);
-      kernels_.dropout(dropout_for(n, site), &routes_.route[size_t(row)], block * kBlock, count, columns, worker.c[1], kBlock);
-      add(worker.c[1]);
+  // c[0] of a product of base terms and, behind them, per_adapter LoRA terms for each of the piece's adapters. With dropout the
+  // mask belongs to the output of an adapter's terms, so these go through a tile of their own.
+  void multiply_masked(Worker& worker, const Piece& piece, const Term* terms, int base_terms, int per_adapter, int site, int64_t row,
+                       int count, int64_t block, int columns) {
+    multiply(terms, base_terms + (dropout_ ? 0 : per_adapter * piece.adapters()), count, columns, worker.c[0]);
+    if (!dropout_) return;
+    for (int i = 0; i < piece.adapters(); ++i) {
+      multiply(terms + base_terms + i * per_adapter, per_adapter, count, columns, worker.c[1]);
+      kernels_.dropout(dropout_for(piece.first_adapter + i, site), &routes_.route[size_t(row)], block * kBlock, count, columns,
+                       worker.c[1], kBlock);
+      for (int row_in_tile = 0; row_in_tile < count; ++row_in_tile)
+        for (int col = 0; col < columns; ++col)
+          worker.c[0][row_in_tile * kBlock + col] += worker.c[1][row_in_tile * kBlock + col];
     }
   }
 
@@ -119,25 +129,21 @@ class Backward : Layer {
     const int64_t column_blocks = blocks(call_.intermediate), element = size_of(call_.compute);
     Rows dy = dy_;
     dy.index = routes_.token.data();
-    parallel(int64_t(wave.experts.size()) * column_blocks, [&](int64_t task, Worker& worker) {
-      const Piece& piece = wave.experts[size_t(task / column_blocks)];
+    parallel(int64_t(wave.pieces.size()) * column_blocks, [&](int64_t task, Worker& worker) {
+      const Piece& piece = wave.pieces[size_t(task / column_blocks)];
       const int64_t block = task % column_blocks;
       const int columns = block_columns(call_.intermediate, block);
       Term terms[kMaxAdapters + 1];
       terms[0] = {dy, 0, base_operand(worker, kBackward, kDown, piece.expert, block)};
-      for (int n = 0; n < adapters(); ++n)
-        terms[n + 1] = {low_rank_rows(v_down_[size_t(n)], n), 0, lora_operand(worker, kBackward, n, 4, piece.expert, block)};
+      for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
+        terms[1 + n - piece.first_adapter] = {low_rank_rows(v_down_[size_t(n)], n), 0,
+                                              lora_operand(worker, kBackward, n, 4, piece.expert, block)};
       for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
         const int count = int(std::min<int64_t>(kChunk, piece.end - row));
         const int64_t inside = row - wave.begin;
         terms[0].first = row;
-        for (int n = 0; n < adapters(); ++n) terms[n + 1].first = inside;
-        multiply(terms, dropout_ ? 1 : adapters() + 1, count, columns, worker.c[0]);
-        if (dropout_) {
-          masked_terms(worker, terms + 1, 1, 1, row, count, block, columns, [&](const float* c) {
-            for (int i = 0; i < count * kBlock; ++i) worker.c[0][i] += c[i];
-          });
-        }
+        for (int i = 1; i <= piece.adapters(); ++i) terms[i].first = inside;
+        multiply_masked(worker, piece, terms, 1, 1, 1, row, count, block, columns);
         const char* saved_gate = saved + inside * saved_stride + block * kBlock * element;
         const int64_t at = inside * inter_stride_ + block * kBlock * size_of(kernels_.word_format);
         kernels_.swiglu_backward(worker.c[0], &routes_.weight[size_t(row)], count, columns, saved_gate,
@@ -148,7 +154,7 @@ class Backward : Layer {
   }
 
   // What needs whole rows of d gate, d up and h: routing-weight gradients, and the low-rank rows of the remaining products.
-  void middle(const Wave& wave, bool lora) {
+  void middle(const Wave& wave) {
     const int64_t column_blocks = blocks(call_.intermediate);
     const Rows d_gate{d_gate_, inter_stride_, nullptr}, d_up{d_up_, inter_stride_, nullptr}, h{h_, inter_stride_, nullptr};
     parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
@@ -161,10 +167,10 @@ class Backward : Layer {
           gradients_.top_k_weights[routes_.route[size_t(row)]] = dot;
         }
       }
-      for (int n = 0; n < adapters(); ++n) {
+      for (int n = chunk.first_adapter; n < chunk.last_adapter; ++n) {
         low_rank(worker, wave, chunk, d_gate, false, kBackward, n, 1, -1, v_gate_[size_t(n)]);
         low_rank(worker, wave, chunk, d_up, false, kBackward, n, 3, -1, v_up_[size_t(n)]);
-        if (!lora) continue;
+        if (!wants_factors(n)) continue;
         low_rank(worker, wave, chunk, h, false, kForward, n, 4, 1, u_down_[size_t(n)]);
         const int64_t rank = call_.adapters[size_t(n)].rank;
         for (int64_t row = chunk.begin; row < chunk.end; ++row) {
@@ -182,24 +188,22 @@ class Backward : Layer {
     const Rows d_gate{d_gate_, inter_stride_, nullptr}, d_up{d_up_, inter_stride_, nullptr};
     parallel(blocks(call_.hidden), [&](int64_t block, Worker& worker) {
       const int columns = block_columns(call_.hidden, block);
-      for (const Piece& piece : wave.experts) {
+      for (const Piece& piece : wave.pieces) {
         worker.used = 0;
         Term terms[2 * kMaxAdapters + 2];
         terms[0] = {d_gate, 0, base_operand(worker, kBackward, kGate, piece.expert, block)};
         terms[1] = {d_up, 0, base_operand(worker, kBackward, kUp, piece.expert, block)};
-        for (int n = 0; n < adapters(); ++n) {
-          terms[2 + 2 * n] = {low_rank_rows(v_gate_[size_t(n)], n), 0, lora_operand(worker, kBackward, n, 0, piece.expert, block)};
-          terms[3 + 2 * n] = {low_rank_rows(v_up_[size_t(n)], n), 0, lora_operand(worker, kBackward, n, 2, piece.expert, block)};
+        for (int n = piece.first_adapter; n < piece.last_adapter; ++n) {
+          Term* const lora = terms + 2 + 2 * (n - piece.first_adapter);
+          lora[0] = {low_rank_rows(v_gate_[size_t(n)], n), 0, lora_operand(worker, kBackward, n, 0, piece.expert, block)};
+          lora[1] = {low_rank_rows(v_up_[size_t(n)], n), 0, lora_operand(worker, kBackward, n, 2, piece.expert, block)};
         }
         for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
           const int count = int(std::min<int64_t>(kChunk, piece.end - row));
-          const auto scatter = [&](const float* c) {
-            kernels_.scatter_add(c, nullptr, count, columns, sum + block * kBlock, call_.hidden, &routes_.token[size_t(row)]);
-          };
-          for (int i = 0; i < 2 + 2 * adapters(); ++i) terms[i].first = row - wave.begin;
-          multiply(terms, dropout_ ? 2 : 2 + 2 * adapters(), count, columns, worker.c[0]);
-          scatter(worker.c[0]);
-          if (dropout_) masked_terms(worker, terms + 2, 2, 0, row, count, block, columns, scatter);
+          for (int i = 0; i < 2 + 2 * piece.adapters(); ++i) terms[i].first = row - wave.begin;
+          multiply_masked(worker, piece, terms, 2, 2, 0, row, count, block, columns);
+          kernels_.scatter_add(worker.c[0], nullptr, count, columns, sum + block * kBlock, call_.hidden,
+                               &routes_.token[size_t(row)]);
         }
       }
     });
@@ -244,10 +248,11 @@ class Backward : Layer {
     Rows x = x_, dy = dy_;
     x.index = dy.index = routes_.token.data();
     const Rows d_gate{d_gate_, inter_stride_, nullptr}, d_up{d_up_, inter_stride_, nullptr}, h{h_, inter_stride_, nullptr};
-    parallel(int64_t(wave.experts.size()) * per_expert, [&](int64_t task, Worker& worker) {
-      const Piece& piece = wave.experts[size_t(task / per_expert)];
+    parallel(int64_t(wave.pieces.size()) * per_expert, [&](int64_t task, Worker& worker) {
+      const Piece& piece = wave.pieces[size_t(task / per_expert)];
       const int64_t block = task % per_expert;
-      for (int n = 0; n < adapters(); ++n) {
+      for (int n = piece.first_adapter; n < piece.last_adapter; ++n) {
+        if (!wants_factors(n)) continue;
         const size_t a = size_t(n);
         if (block < hidden_blocks) {
           factor_block(worker, wave, piece, n, 0, block, v_gate_[a].values, x, 0);

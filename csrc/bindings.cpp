@@ -21,7 +21,7 @@ struct PyCall : LayerCall {
   PyCall(int64_t tokens_, int64_t top_k_, int64_t experts_, int64_t hidden_, int64_t intermediate_, uintptr_t x_,
          uintptr_t top_k_index_, uintptr_t top_k_weights_, const std::vector<std::tuple<uintptr_t, int64_t, int, bool>>& matrices,
          const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>& adapters_, uintptr_t adapter_ids_,
-         double dropout_p_, uint64_t dropout_seed_, int compute_, int isa_, int threads_) {
+         double dropout_p_, uint64_t dropout_seed_, int compute_, int isa_, int threads_, bool residency_known_) {
     tokens = tokens_;
     top_k = top_k_;
     experts = experts_;
@@ -51,6 +51,7 @@ struct PyCall : LayerCall {
     compute = Format(compute_);
     isa = Isa(isa_);
     threads = threads_;
+    residency_known = residency_known_;
     if (threads < 1 || threads > 4096) throw std::invalid_argument("threads must lie in 1 .. 4096");
   }
 };
@@ -95,10 +96,10 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, uintptr_t, uintptr_t, uintptr_t,
                     const std::vector<std::tuple<uintptr_t, int64_t, int, bool>>&,
                     const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>&, uintptr_t, double, uint64_t, int,
-                    int, int>(),
+                    int, int, bool>(),
            py::arg("tokens"), py::arg("top_k"), py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("x"),
            py::arg("top_k_index"), py::arg("top_k_weights"), py::arg("matrices"), py::arg("adapters"), py::arg("adapter_ids"),
-           py::arg("dropout_p"), py::arg("dropout_seed"), py::arg("compute"), py::arg("isa"), py::arg("threads"));
+           py::arg("dropout_p"), py::arg("dropout_seed"), py::arg("compute"), py::arg("isa"), py::arg("threads"), py::arg("residency_known"));
 
   m.def(
       "forward",

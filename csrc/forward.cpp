@@ -36,8 +36,9 @@ class Forward : Layer {
       const Rows h{h_, inter_stride_, nullptr};
       if (adapters() > 0) {
         parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
-          for (int n = 0; n < adapters(); ++n)
-            low_rank(worker, wave, wave.chunks[size_t(task)], h, false, kForward, n, 4, 1, down_[size_t(n)]);
+          const Piece& chunk = wave.chunks[size_t(task)];
+          for (int n = chunk.first_adapter; n < chunk.last_adapter; ++n)
+            low_rank(worker, wave, chunk, h, false, kForward, n, 4, 1, down_[size_t(n)]);
         });
       }
       down(wave, h, sum);
@@ -73,16 +74,17 @@ class Forward : Layer {
   void down(const Wave& wave, Rows h, float* sum) {
     parallel(blocks(call_.hidden), [&](int64_t block, Worker& worker) {
       const int columns = block_columns(call_.hidden, block);
-      for (const Piece& piece : wave.experts) {
+      for (const Piece& piece : wave.pieces) {
         worker.used = 0;
         Term terms[kMaxAdapters + 1];
         terms[0] = {h, 0, base_operand(worker, kForward, kDown, piece.expert, block)};
-        for (int n = 0; n < adapters(); ++n)
-          terms[n + 1] = {low_rank_rows(down_[size_t(n)], n), 0, lora_operand(worker, kForward, n, 5, piece.expert, block)};
+        for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
+          terms[1 + n - piece.first_adapter] = {low_rank_rows(down_[size_t(n)], n), 0,
+                                                lora_operand(worker, kForward, n, 5, piece.expert, block)};
         for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
           const int count = int(std::min<int64_t>(kChunk, piece.end - row));
-          for (int i = 0; i <= adapters(); ++i) terms[i].first = row - wave.begin;
-          multiply(terms, adapters() + 1, count, columns, worker.c[0]);
+          for (int i = 0; i <= piece.adapters(); ++i) terms[i].first = row - wave.begin;
+          multiply(terms, piece.adapters() + 1, count, columns, worker.c[0]);
           kernels_.scatter_add(worker.c[0], &routes_.weight[size_t(row)], count, columns, sum + block * kBlock, call_.hidden,
                                &routes_.token[size_t(row)]);
         }

@@ -20,7 +20,8 @@ Layer::Layer(const LayerCall& call)
       kernels_(kernels_for(call.isa, call.compute)),
       pool_(Pool::instance()),
       lock_(pool_.call_mutex),
-      routes_(group_routes(call.top_k_index, call.top_k_weights, call.tokens, call.top_k, call.experts)),
+      routes_(group_routes(call.top_k_index, call.top_k_weights, call.tokens, call.top_k, call.experts, call.adapter_ids,
+                           int64_t(call.adapters.size()))),
       hidden_stride_(words(call.hidden) * 4),
       inter_stride_(words(call.intermediate) * 4),
       dropout_(call.dropout_p > 0 && !call.adapters.empty()) {
@@ -38,16 +39,26 @@ void Layer::cut_waves(int64_t bytes_per_row) {
     }
     wave = Wave{at, at, {}, {}};
   };
-  for (int64_t e = 0; e < call_.experts; ++e) {
-    int64_t begin = routes_.offset[size_t(e)];
-    const int64_t end = routes_.offset[size_t(e) + 1];
+  const int64_t groups = int64_t(routes_.offset.size()) - 1, per_expert = groups / call_.experts;
+  for (int64_t g = 0; g < groups; ++g) {
+    int64_t begin = routes_.offset[size_t(g)];
+    const int64_t end = routes_.offset[size_t(g) + 1];
+    Piece piece{g / per_expert, 0, 0, 0, adapters()};
+    if (call_.adapter_ids) {  // group 0 of an expert: no adapter; group n + 1: adapter n
+      piece.last_adapter = int(g % per_expert);
+      piece.first_adapter = std::max(piece.last_adapter - 1, 0);
+    }
     while (begin < end) {
-      const int64_t take = std::min(end - begin, wave.begin + budget - begin);
-      wave.experts.push_back({e, begin, begin + take});
-      for (int64_t row = begin; row < begin + take; row += kChunk)
-        wave.chunks.push_back({e, row, std::min(row + kChunk, begin + take)});
-      begin += take;
-      wave.end = begin;
+      piece.begin = begin;
+      piece.end = begin + std::min(end - begin, wave.begin + budget - begin);
+      wave.pieces.push_back(piece);
+      for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
+        Piece chunk = piece;
+        chunk.begin = row;
+        chunk.end = std::min(row + kChunk, piece.end);
+        wave.chunks.push_back(chunk);
+      }
+      begin = wave.end = piece.end;
       if (wave.end - wave.begin >= budget) close(begin);
     }
   }
@@ -205,16 +216,13 @@ void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows 
     }
     term = {{worker.masked, stride, nullptr}, 0, {}};
   }
-  uint8_t keep[kChunk];
-  if (call_.adapter_ids)
-    for (int i = 0; i < count; ++i) keep[i] = call_.adapter_ids[routes_.token[size_t(chunk.begin + i)]] == adapter;
   const int64_t word_stride = words(a.rank) * 4, element = size_of(kernels_.word_format);
   for (int64_t block = 0; block < blocks(a.rank); ++block) {
     worker.used = 0;
     const int columns = block_columns(a.rank, block);
     term.operand = lora_operand(worker, direction, adapter, factor, chunk.expert, block);
     multiply(&term, 1, count, columns, worker.c[0]);
-    kernels_.store_low_rank(worker.c[0], a.scaling, call_.adapter_ids ? keep : nullptr, count, columns,
+    kernels_.store_low_rank(worker.c[0], a.scaling, count, columns,
                             low.values + inside * a.rank + block * kBlock, a.rank,
                             low.words + inside * word_stride + block * kBlock * element, word_stride);
   }
@@ -223,9 +231,10 @@ void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows 
 void Layer::low_rank_inputs(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up) {
   if (adapters() == 0) return;
   parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
-    for (int n = 0; n < adapters(); ++n) {
-      low_rank(worker, wave, wave.chunks[size_t(task)], x, true, kForward, n, 0, 0, gate[size_t(n)]);
-      low_rank(worker, wave, wave.chunks[size_t(task)], x, true, kForward, n, 2, 0, up[size_t(n)]);
+    const Piece& chunk = wave.chunks[size_t(task)];
+    for (int n = chunk.first_adapter; n < chunk.last_adapter; ++n) {
+      low_rank(worker, wave, chunk, x, true, kForward, n, 0, 0, gate[size_t(n)]);
+      low_rank(worker, wave, chunk, x, true, kForward, n, 2, 0, up[size_t(n)]);
     }
   });
 }
@@ -235,24 +244,24 @@ void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, 
   const int64_t column_blocks = blocks(call_.intermediate);
   const int64_t saved_element = size_of(call_.compute), saved_stride = 2 * call_.intermediate * saved_element;
   x.index = routes_.token.data();
-  parallel(int64_t(wave.experts.size()) * column_blocks, [&](int64_t task, Worker& worker) {
-    const Piece& piece = wave.experts[size_t(task / column_blocks)];
+  parallel(int64_t(wave.pieces.size()) * column_blocks, [&](int64_t task, Worker& worker) {
+    const Piece& piece = wave.pieces[size_t(task / column_blocks)];
     const int64_t block = task % column_blocks;
     const int columns = block_columns(call_.intermediate, block);
     Term terms[2][kMaxAdapters + 1];
     for (const Projection p : {kGate, kUp}) {
       terms[p][0] = {x, 0, base_operand(worker, kForward, p, piece.expert, block)};
-      for (int n = 0; n < adapters(); ++n)
-        terms[p][n + 1] = {low_rank_rows((p == kGate ? gate : up)[size_t(n)], n), 0,
-                           lora_operand(worker, kForward, n, 2 * p + 1, piece.expert, block)};
+      for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
+        terms[p][1 + n - piece.first_adapter] = {low_rank_rows((p == kGate ? gate : up)[size_t(n)], n), 0,
+                                                 lora_operand(worker, kForward, n, 2 * p + 1, piece.expert, block)};
     }
     for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
       const int count = int(std::min<int64_t>(kChunk, piece.end - row));
       const int64_t inside = row - wave.begin;
       for (const Projection p : {kGate, kUp}) {
         terms[p][0].first = row;
-        for (int n = 0; n < adapters(); ++n) terms[p][n + 1].first = inside;
-        multiply(terms[p], adapters() + 1, count, columns, worker.c[p]);
+        for (int i = 1; i <= piece.adapters(); ++i) terms[p][i].first = inside;
+        multiply(terms[p], piece.adapters() + 1, count, columns, worker.c[p]);
       }
       char* saved_gate = saved ? saved + inside * saved_stride + block * kBlock * saved_element : nullptr;
       kernels_.swiglu_forward(worker.c[kGate], worker.c[kUp], count, columns, saved_gate,

@@ -23,13 +23,16 @@ struct Rows {
   const int32_t* index = nullptr;  // or null: consecutive
 };
 
-struct Piece {  // rows of one expert: sorted positions [begin, end)
+struct Piece {  // rows of one expert and one set of adapters: sorted positions [begin, end)
   int64_t expert, begin, end;
+  int first_adapter, last_adapter;  // adapters [first, last) apply to these rows
+
+  int adapters() const { return last_adapter - first_adapter; }
 };
 
 struct Wave {
   int64_t begin, end;          // sorted positions
-  std::vector<Piece> experts;  // one per expert with rows in the wave
+  std::vector<Piece> pieces;   // one per group of routes with rows in the wave, by ascending expert
   std::vector<Piece> chunks;   // the same cut to at most kChunk rows
 };
 
@@ -122,7 +125,7 @@ class Layer {
   void multiply(const Term* terms, int count, int rows, int columns, float* c) const;
 
   Dropout dropout_for(int adapter, int site) const;
-  // low.values = low.words = round(scale * rows x factor), 0 for rows of other adapters. The rows are those of `chunk`.
+  // low.values = low.words = round(scale * rows x factor). The rows are those of `chunk`.
   void low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows rows, bool rows_by_token, Direction direction,
                 int adapter, int factor, int dropout_site, const LowRank& low) const;
 

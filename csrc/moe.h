@@ -45,6 +45,7 @@ struct LayerCall {
   Format compute;
   Isa isa;
   int threads;
+  bool residency_known;  // whether mincore can be believed about the weights, see prefetch.h
 };
 
 // out [T, H] in the compute dtype. saved [T * k, 2, I] in the compute dtype or null: gate and up pre-activations of the routes sorted
@@ -54,7 +55,7 @@ void forward(const LayerCall& call, char* out, char* saved);
 struct Gradients {  // null members are not computed
   char* x;                      // [T, H] in the compute dtype
   float* top_k_weights;         // [T, k]
-  std::vector<float*> factors;  // 6 per adapter, shaped like the factors, zeroed by the caller; empty: not computed
+  std::vector<float*> factors;  // 6 per adapter, shaped like the factors, zeroed by the caller; null: not computed
 };
 
 // grad_out [T, H] in the compute dtype; saved as forward wrote it, or null to recompute.

@@ -2,9 +2,13 @@
 
 #include <sys/mman.h>
 #include <unistd.h>
+#include <xmmintrin.h>
 
 #include <chrono>
 #include <new>
+#include <stdexcept>
+#include <string>
+#include <system_error>
 
 namespace ktft {
 
@@ -14,10 +18,20 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(50);
 
 inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
+__builtin_ia32_pause();
 }
+
+// Round to nearest, denormals kept, exceptions masked, for as long as it lives.
+class FloatEnvironment {
+ public:
+  FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
+  ~FloatEnvironment() { _mm_setcsr(saved_); }
+  FloatEnvironment(const FloatEnvironment&) = delete;
+  FloatEnvironment& operator=(const FloatEnvironment&) = delete;
+
+ private:
+  unsigned saved_;
+};
 
 // Spin until done() or kSpin has passed.
 template <class Done>
@@ -39,7 +53,7 @@ char* Arena::reserve(size_t bytes) {
     if (data_) munmap(data_, capacity_);
     data_ = nullptr;
     capacity_ = 0;
-    const size_t rounded = (bytes + 4095) & ~size_t(4095);
+    const size_t rounded = (bytes + bytes / 4 + 4095) & ~size_t(4095);  // room to grow: a slowly growing batch remaps rarely
     void* memory = mmap(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<char*>(memory);
@@ -63,12 +77,20 @@ Pool& Pool::instance() {
 void Pool::grow(int threads) {
   while (int(workers_.size()) + 1 < threads) {
     const int index = int(workers_.size()) + 1;
-    workers_.emplace_back(&Pool::worker_loop, this, index, job_.load());
+    try {
+      workers_.emplace_back(&Pool::worker_loop, this, index, job_.load());
+    } catch (const std::system_error& error) {
+      throw std::runtime_error("cannot start thread " + std::to_string(index + 1) + " of " + std::to_string(threads) + " (" +
+                               error.what() + "); set KTFT_THREADS to a smaller number");
+    }
     workers_.back().detach();
   }
 }
 
 void Pool::work(int worker) {
+  // Workers keep the floating-point environment they were born with, the caller has its own, e.g. after
+  // torch.set_flush_denormal(True). Results must not depend on who takes a task: everybody runs with the default one.
+  const FloatEnvironment environment;
   try {
     for (int64_t task; (task = ticket_.fetch_add(1, std::memory_order_relaxed)) < tasks_;) task_(context_, task, worker);
   } catch (...) {

@@ -1,23 +1,29 @@
 #include "route.h"
 
+#include <limits>
 #include <stdexcept>
 #include <string>
 
 namespace ktft {
 
-Routes group_routes(const int64_t* top_k_index, const float* top_k_weights, int64_t tokens, int64_t top_k, int64_t experts) {
-  const int64_t all = tokens * top_k;
+Routes group_routes(const int64_t* top_k_index, const float* top_k_weights, int64_t tokens, int64_t top_k, int64_t experts,
+                    const int64_t* adapter_ids, int64_t adapters) {
+  if (tokens > std::numeric_limits<int32_t>::max()) throw std::invalid_argument("more than 2^31 - 1 tokens in one call");
+  const int64_t all = tokens * top_k, per_expert = adapter_ids ? adapters + 1 : 1, groups = experts * per_expert;
+  const auto group_of = [&](int64_t expert, int64_t route) {
+    return size_t(expert * per_expert + (adapter_ids ? adapter_ids[route / top_k] + 1 : 0));
+  };
   Routes routes;
-  routes.offset.assign(size_t(experts) + 1, 0);
+  routes.offset.assign(size_t(groups) + 1, 0);
   for (int64_t i = 0; i < all; ++i) {
     const int64_t expert = top_k_index[i];
     if (expert < 0) {
       throw std::invalid_argument("top_k_index[" + std::to_string(i / top_k) + ", " + std::to_string(i % top_k) + "] is " +
                                   std::to_string(expert) + "; expert ids must not be negative");
     }
-    if (expert < experts) ++routes.offset[size_t(expert) + 1];
+    if (expert < experts) ++routes.offset[group_of(expert, i) + 1];
   }
-  for (int64_t e = 0; e < experts; ++e) routes.offset[size_t(e) + 1] += routes.offset[size_t(e)];
+  for (size_t g = 0; g < size_t(groups); ++g) routes.offset[g + 1] += routes.offset[g];
 
   const size_t valid = size_t(routes.offset.back());
   routes.route.resize(valid);
@@ -27,7 +33,10 @@ Routes group_routes(const int64_t* top_k_index, const float* top_k_weights, int6
   for (int64_t i = 0; i < all; ++i) {
     const int64_t expert = top_k_index[i];
     if (expert >= experts) continue;
-    const size_t at = size_t(next[size_t(expert)]++);
+    const size_t group = expert < 0 ? 0 : group_of(expert, i);
+    if (expert < 0 || next[group] >= routes.offset[group + 1])
+      throw std::invalid_argument("top_k_index or adapter_ids changed while they were read");
+    const size_t at = size_t(next[group]++);
     routes.route[at] = i;
     routes.token[at] = int32_t(i / top_k);
     routes.weight[at] = top_k_weights[i];

@@ -23,6 +23,7 @@ class LayerCall:
         compute: int,
         isa: int,
         threads: int,
+        residency_known: bool,
     ) -> None: ...
 
 def forward(call: LayerCall, out: int, saved: int) -> None: ...

@@ -295,7 +295,15 @@ class Checkpoint:
                     f"{tensor.file}: expert tensor {tensor.name!r} begins at byte {tensor.begin}; expected a multiple "
                     f"of {size}. Write the file again with a current safetensors library."
                 )
-        return ExpertWeights(gate, up, down, hidden_size=h, intermediate_size=i, owner=tuple(mappings.values()))
+        return ExpertWeights(
+            gate,
+            up,
+            down,
+            hidden_size=h,
+            intermediate_size=i,
+            owner=tuple(mappings.values()),
+            residency_known=all(mapping.residency_known for mapping in mappings.values()),
+        )
 
     def _check_complete(
         self, prefix: str, parts: dict[Part, dict[int | None, Tensor]], expected: dict[Part, list[int | None]]

@@ -99,7 +99,6 @@ class CpuExperts(nn.Module):
                 "this experts module has no weights: it was not built by ktft.load_model, or loading stopped half-way. "
                 "Load the model with ktft.load_model(directory)."
             )
-        needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, top_k_weights, *lora))
         return ops.moe_experts(
             hidden,
             top_k_index,
@@ -110,7 +109,7 @@ class CpuExperts(nn.Module):
             adapter_ids=adapter_ids,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
-            save=needs_grad and not self.recompute,
+            save=not self.recompute,
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> CpuExperts:

@@ -41,7 +41,12 @@ class FileIdentity:
 
 
 class FileMapping:
-    """A whole file, mapped read-only and shared; unmapped when the last reference goes."""
+    """A whole file, mapped read-only and shared; unmapped when the last reference goes.
+
+    Attributes:
+        residency_known: mincore tells which pages are in memory. Linux says so only to the file's owner and to who may
+            write it; to everybody else every page looks resident.
+    """
 
     def __init__(self, path: Path, identity: FileIdentity) -> None:
         self.path, self.identity = path, identity
@@ -56,7 +61,9 @@ class FileMapping:
         # numpy gives the address of a read-only buffer, and its export keeps the mapping from being closed by hand.
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
-        if FileIdentity.of(os.stat(path)) != identity:
+        status = os.stat(path)
+        self.residency_known = status.st_uid == os.geteuid() or os.access(path, os.W_OK)
+        if FileIdentity.of(status) != identity:
             raise CheckpointError(f"{path} changed while it was being mapped; load it again when nothing writes to it")
 
 

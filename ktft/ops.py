@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ktft import _C
 from ktft.weights import FORMATS, LORA_NAMES, ExpertWeights, lookup, lora_shapes
@@ -121,7 +122,7 @@ _ARGUMENTS = (
 _library.define(f"moe_experts({_ARGUMENTS}, bool save) -> (Tensor, Tensor)")
 _library.define(
     f"moe_experts_backward(Tensor grad, Tensor saved, {_ARGUMENTS}, "
-    "bool need_hidden, bool need_weights, bool need_lora) -> (Tensor, Tensor, Tensor[])"
+    "bool need_hidden, bool need_weights, bool[] need_lora) -> (Tensor, Tensor, Tensor[])"
 )
 
 
@@ -240,6 +241,7 @@ def _layer_call(
         compute=_COMPUTE[x.dtype],
         isa=_LEVELS.index(_isa),
         threads=num_threads(),
+        residency_known=weights.residency_known,
     )
     return call, held
 
@@ -287,11 +289,17 @@ def _backward_cpu(
     dropout_seed: int,
     need_hidden: bool,
     need_weights: bool,
-    need_lora: bool,
+    need_lora: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     experts = lookup(weights)
     _check(hidden, top_k_index, top_k_weights, experts, lora, scaling, adapter_ids, dropout_p)
-    if need_lora and any(t.dtype != torch.float32 for t in lora):
+    expected = _saved_shape(top_k_index, experts, saved.dim() == 3)
+    if grad.shape != hidden.shape or tuple(saved.shape) != expected or saved.dtype != hidden.dtype:
+        raise ValueError(
+            f"backward needs a gradient of shape {tuple(hidden.shape)} and saved {expected} {hidden.dtype}, "
+            f"got {tuple(grad.shape)} and {tuple(saved.shape)} {saved.dtype}"
+        )
+    if any(t.dtype != torch.float32 for n, t in enumerate(lora) if need_lora[n // 6]):
         raise ValueError("gradients of LoRA tensors need them in float32; bfloat16 copies are for serving")
     call, _held = _layer_call(
         hidden, top_k_index, top_k_weights, experts, lora, scaling, adapter_ids, dropout_p, dropout_seed
@@ -299,15 +307,16 @@ def _backward_cpu(
     grad = grad.to(hidden.dtype).contiguous()
     d_hidden = torch.empty(hidden.shape if need_hidden else (0,), dtype=hidden.dtype)
     d_weights = torch.empty(top_k_weights.shape if need_weights else (0,), dtype=torch.float32)
-    # zeros come from the kernel lazily: experts without tokens keep exact zeros and cost nothing
-    d_lora = [torch.zeros(t.shape, dtype=torch.float32) for t in lora] if need_lora else []
+    # experts without tokens keep these zeros
+    d_lora = [torch.zeros(t.shape if need_lora[n // 6] else (0,), dtype=torch.float32) for n, t in enumerate(lora)]
+    saved = saved.contiguous()
     _C.backward(
         call,
         grad.data_ptr(),
         saved.data_ptr() if saved.numel() else 0,
         d_hidden.data_ptr() if need_hidden else 0,
         d_weights.data_ptr() if need_weights else 0,
-        [t.data_ptr() for t in d_lora],
+        [t.data_ptr() if need_lora[n // 6] else 0 for n, t in enumerate(d_lora)],
     )
     return d_hidden, d_weights.to(top_k_weights.dtype), d_lora
 
@@ -363,7 +372,7 @@ def _backward_cuda(
     dropout_seed: int,
     need_hidden: bool,
     need_weights: bool,
-    need_lora: bool,
+    need_lora: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     device = hidden.device
     grad, hidden = _to_host(grad), _to_host(hidden)
@@ -397,7 +406,9 @@ def _forward_fake(
     dropout_seed: int,
     save: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    saved = torch.empty(_saved_shape(top_k_index, lookup(weights), save), dtype=hidden.dtype, device="cpu")
+    experts = lookup(weights)
+    _check(hidden, top_k_index, top_k_weights, experts, lora, scaling, adapter_ids, dropout_p)
+    saved = torch.empty(_saved_shape(top_k_index, experts, save), dtype=hidden.dtype, device="cpu")
     return torch.empty_like(hidden, memory_format=torch.contiguous_format), saved
 
 
@@ -416,46 +427,55 @@ def _backward_fake(
     dropout_seed: int,
     need_hidden: bool,
     need_weights: bool,
-    need_lora: bool,
+    need_lora: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     d_hidden = hidden.new_empty(hidden.shape if need_hidden else (0,))
     d_weights = top_k_weights.new_empty(top_k_weights.shape if need_weights else (0,))
-    return d_hidden, d_weights, [torch.empty(t.shape, dtype=torch.float32, device=t.device) for t in lora if need_lora]
+    d_lora = [
+        torch.empty(t.shape if need_lora[n // 6] else (0,), dtype=torch.float32, device=t.device)
+        for n, t in enumerate(lora)
+    ]
+    return d_hidden, d_weights, d_lora
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     hidden, top_k_index, top_k_weights, weights, lora, scaling, adapter_ids, dropout_p, dropout_seed, _save = inputs
     ctx.save_for_backward(output[1], hidden, top_k_index, top_k_weights, adapter_ids, *lora)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else torch fills a zero gradient as large as what was saved
     ctx.weights = lookup(weights)  # a strong reference: backward works after the model is gone
     ctx.scaling, ctx.dropout_p, ctx.dropout_seed = scaling, dropout_p, dropout_seed
     ctx.needs = (hidden.requires_grad, top_k_weights.requires_grad, [t.requires_grad for t in lora])
 
 
-def _backward(ctx: Any, grad_out: torch.Tensor, _grad_saved: torch.Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad_out: torch.Tensor | None, _grad_saved: torch.Tensor | None) -> tuple[Any, ...]:
     saved, hidden, top_k_index, top_k_weights, adapter_ids, *lora = ctx.saved_tensors
     need_hidden, need_weights, need_factors = ctx.needs
+    # torch takes an empty list of floats for an empty list of tensors
+    no_scaling: list[None] | None = None if ctx.scaling else []
+    if grad_out is None:
+        return None, None, None, None, [None] * len(lora), no_scaling, None, None, None, None
+    need_lora = [any(need_factors[6 * n : 6 * n + 6]) for n in range(len(ctx.scaling))]
     d_hidden, d_weights, d_lora = torch.ops.ktft.moe_experts_backward(
         grad_out, saved, hidden, top_k_index, top_k_weights, ctx.weights.id, lora, ctx.scaling, adapter_ids,
-        ctx.dropout_p, ctx.dropout_seed, need_hidden, need_weights, any(need_factors),
+        ctx.dropout_p, ctx.dropout_seed, need_hidden, need_weights, need_lora,
     )  # fmt: skip
+    d_factors = [g if need else None for g, need in zip(d_lora, need_factors, strict=True)]
     return (
-        d_hidden if need_hidden else None,
-        None,
-        d_weights if need_weights else None,
-        None,
-        [g if need else None for g, need in zip(d_lora, need_factors, strict=True)]
-        if any(need_factors)
-        else [None] * len(lora),
-        None if ctx.scaling else [],  # torch takes an empty list of floats for an empty list of tensors
-        None,
-        None,
-        None,
-        None,
+        d_hidden if need_hidden else None, None, d_weights if need_weights else None, None,
+        d_factors, no_scaling, None, None, None, None,
+    )  # fmt: skip
+
+
+def _double_backward(ctx: Any, *grads: Any) -> Any:
+    raise RuntimeError(
+        "ktft::moe_experts can be differentiated once; its gradient has no derivative (create_graph=True, gradient "
+        "penalties and Hessians need a model in stock transformers)"
     )
 
 
 torch.library.register_autograd("ktft::moe_experts", _backward, setup_context=_setup_context, lib=_library)
+torch.library.register_autograd("ktft::moe_experts_backward", _double_backward, lib=_library)
 
 
 # --- what modules call
@@ -497,11 +517,18 @@ def moe_experts(
         ValueError: shapes, dtypes or ids that do not fit, naming them.
     """
     dtype = hidden.dtype
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"hidden must be in bfloat16, float16 or float32, got {dtype}")
+    if top_k_index.is_floating_point() or top_k_index.dtype == torch.bool:
+        raise ValueError(f"top_k_index must hold whole numbers, got {top_k_index.dtype}")
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in (hidden, top_k_weights, *lora)):
+        raise NotImplementedError("ktft::moe_experts has no forward-mode derivative (torch.func.jvp, forward_ad)")
     compute = dtype
-    if torch.is_autocast_enabled(hidden.device.type):
+    if hidden.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(hidden.device.type):
         compute = torch.get_autocast_dtype(hidden.device.type)
     if compute == torch.float16:
         compute = torch.float32
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in (hidden, top_k_weights, *lora))
     out: torch.Tensor
     out, _saved = torch.ops.ktft.moe_experts(
         hidden.to(compute),
@@ -513,7 +540,7 @@ def moe_experts(
         adapter_ids,
         dropout_p,
         dropout_seed,
-        save,
+        save and needs_grad,
     )
     return out.to(dtype)
 

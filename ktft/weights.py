@@ -65,6 +65,7 @@ class ExpertWeights:
         hidden_size: H.
         intermediate_size: I.
         owner: whatever keeps the memory alive (a mapping, tensors); held for as long as this object lives.
+        residency_known: see ``ktft.mapping.FileMapping``; False changes when the kernels read ahead.
 
     ``copy.deepcopy`` shares the object (frozen weights are never duplicated); pickling raises.
     """
@@ -78,6 +79,7 @@ class ExpertWeights:
         hidden_size: int,
         intermediate_size: int,
         owner: object,
+        residency_known: bool = True,
     ) -> None:
         counts = {len(gate.addresses), len(up.addresses), len(down.addresses)}
         if len(counts) != 1 or 0 in counts:
@@ -87,7 +89,7 @@ class ExpertWeights:
         self.gate, self.up, self.down = gate, up, down
         self.num_experts = len(gate.addresses)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
-        self.owner = owner
+        self.owner, self.residency_known = owner, residency_known
         with _lock:
             self.id = next(_ids)
             _registry[self.id] = self

@@ -30,6 +30,8 @@ class Case:
     dropout: float = 0.0
     per_token: bool = False
     sentinels: bool = False
+    ranks: tuple[int, ...] = ()  # where the adapters differ
+    duplicates: bool = False  # a token may name an expert twice
     seed: int = 0
 
     def build(self, dtype: torch.dtype) -> Inputs:
@@ -40,7 +42,13 @@ class Case:
 
         e, k, h, i, t = self.experts, self.top_k, self.hidden, self.intermediate, self.tokens
         ids = e + 1 if self.sentinels else e
-        index = [torch.randperm(ids, generator=generator)[:k] for _ in range(t)]
+        index = [
+            torch.randint(ids, (k,), generator=generator)
+            if self.duplicates
+            else torch.randperm(ids, generator=generator)[:k]
+            for _ in range(t)
+        ]
+        ranks = self.ranks or (self.rank,) * self.adapters
         return Inputs(
             case=self,
             x=torch.randn(t, h, generator=generator).to(dtype),
@@ -50,7 +58,7 @@ class Case:
             gate=normal(e, i, h, fan_in=h).bfloat16(),
             up=normal(e, i, h, fan_in=h).bfloat16(),
             down=normal(e, h, i, fan_in=i).bfloat16(),
-            lora=[normal(*s, fan_in=s[2]) for _ in range(self.adapters) for s in lora_shapes(e, h, i, self.rank)],
+            lora=[normal(*s, fan_in=s[2]) for rank in ranks for s in lora_shapes(e, h, i, rank)],
             scaling=[0.5 + n for n in range(self.adapters)],
             adapter_ids=torch.randint(-1, self.adapters, (t,), generator=generator) if self.per_token else None,
             dropout_seed=0x123456789ABCDEF + self.seed,
@@ -92,7 +100,9 @@ def layer_truth(inputs: Inputs) -> Truth:
 
     def scatter(total: Noisy, rows: torch.Tensor, part: Noisy) -> None:
         total.value.index_add_(0, rows, part.value)
-        total.sigma.copy_((total.sigma**2).index_add(0, rows, part.sigma**2).sqrt())
+        # a token that names the expert twice gets the same errors twice
+        same = torch.zeros_like(total.sigma).index_add(0, rows, part.sigma)
+        total.sigma.copy_((total.sigma**2 + same**2).sqrt())
 
     for e in range(case.experts):
         token, slot = torch.where(inputs.index == e)
@@ -134,7 +144,7 @@ def layer_truth(inputs: Inputs) -> Truth:
         u_down = [low(h_in[n] @ factor(n, 4).t, n) for n in adapters]
         y = h @ wd.t
         for n in adapters:
-            y = y.plus(u_down[n] @ factor(n, 5).t)
+            y = y.plus_correlated(u_down[n] @ factor(n, 5).t)  # both from the rounded h
         scatter(out, token, y.scaled(w))
 
         v_down = [low(dy @ factor(n, 5), n) for n in adapters]

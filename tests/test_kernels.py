@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
 import pytest
 import torch
 
@@ -28,6 +31,11 @@ CASES = {
     "dropout, adapters": Case(3, 2, 34, 48, 3, 17, adapters=2, dropout=0.5, per_token=True, seed=11),
     "no adapter": Case(4, 2, 48, 40, 8, 17, adapters=0, seed=12),
     "wide": Case(2, 1, 300, 520, 16, 5, seed=13),
+    "ranks that differ": Case(3, 2, 37, 40, 0, 17, adapters=3, ranks=(3, 65, 1), dropout=0.2, seed=14),
+    "largest rank": Case(2, 1, 21, 24, 256, 5, seed=15),
+    "rank 255 per token": Case(2, 1, 40, 23, 0, 17, adapters=2, ranks=(255, 8), per_token=True, seed=16),
+    "an expert twice": Case(3, 3, 24, 40, 8, 150, duplicates=True, seed=17),
+    "twice, dropout": Case(2, 2, 33, 40, 8, 150, duplicates=True, dropout=0.4, seed=18),
 }
 
 
@@ -48,6 +56,59 @@ def weights_of(
     if transposed:
         tensors = [t.transpose(1, 2).contiguous() for t in tensors]
     return ExpertWeights.from_tensors(*(unaligned(t.to(dtype), byte_offset) for t in tensors), transposed=transposed)
+
+
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy whose last byte is the last before a page that cannot be read, like the last tensor of a mapped file."""
+    size = tensor.numel() * tensor.element_size()
+    length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, length + mmap.PAGESIZE)
+    view = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=length - size).view(tensor.shape)
+    view.copy_(tensor)
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = ctypes.c_void_p(view.data_ptr() + size)
+    assert libc.mprotect(page, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    return view
+
+
+def mixed_weights(inputs: Inputs) -> ExpertWeights:
+    """Gate, up and down in different formats and layouts, with a row stride longer than the row."""
+    padded = torch.cat([inputs.up, torch.full_like(inputs.up[:, :, :3], float("nan"))], dim=2)[
+        :, :, : inputs.up.shape[2]
+    ]
+    plain = ExpertWeights.from_tensors(inputs.gate.float(), inputs.gate.float(), inputs.down.float())
+    strided = ExpertWeights.from_tensors(padded, padded, inputs.down)
+    turned = ExpertWeights.from_tensors(
+        *(t.transpose(1, 2).contiguous() for t in (inputs.gate, inputs.up, inputs.down)), transposed=True
+    )
+    return ExpertWeights(
+        plain.gate,
+        strided.up,
+        turned.down,
+        hidden_size=inputs.case.hidden,
+        intermediate_size=inputs.case.intermediate,
+        owner=(plain, strided, turned),
+        residency_known=False,
+    )
+
+
+def weights_in(layout: str, inputs: Inputs) -> ExpertWeights:
+    if layout == "mixed":
+        return mixed_weights(inputs)
+    if layout.startswith("guard page"):
+        tensors = [inputs.gate, inputs.up, inputs.down]
+        transposed = layout.endswith("transposed")
+        if transposed:
+            tensors = [t.transpose(1, 2).contiguous() for t in tensors]
+        return ExpertWeights.from_tensors(*(guarded(t) for t in tensors), transposed=transposed)
+    if layout.startswith("offset"):
+        return weights_of(inputs, byte_offset=int(layout.split()[1]))
+    return weights_of(
+        inputs, transposed=layout == "transposed", dtype=torch.float32 if layout == "fp32 file" else torch.bfloat16
+    )
+
+
+LAYOUTS = ["rows", "transposed", "offset 8", "offset 2", "fp32 file", "mixed", "guard page", "guard page, transposed"]
 
 
 def run(inputs: Inputs, weights: ExpertWeights, *, save: bool = True) -> tuple[torch.Tensor, ...]:
@@ -80,20 +141,16 @@ def test_truth_is_the_reference(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("layout", ["rows", "transposed", "offset 8", "offset 2", "fp32 file"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("isa", LEVELS)
 def test_against_float64(isa: str, dtype: torch.dtype, layout: str) -> None:
-    options = {
-        "rows": {}, "transposed": {"transposed": True}, "offset 8": {"byte_offset": 8}, "offset 2": {"byte_offset": 2},
-        "fp32 file": {"dtype": torch.float32},
-    }[layout]  # fmt: skip
     worst = {}
     for name, case in CASES.items():
         inputs = case.build(dtype)
         truth = layer_truth(inputs)
         with ops.override(isa=isa, threads=2):
-            results = run(inputs, weights_of(inputs, **options))
+            results = run(inputs, weights_in(layout, inputs))
         expected = [truth.out, truth.d_x, truth.d_route_weights, *truth.d_lora]
         names = ["out", "d hidden", "d routing weights", *(f"d lora {n}" for n in range(len(truth.d_lora)))]
         for what, actual, bound in zip(names, results, expected, strict=True):

@@ -351,7 +351,8 @@ def test_non_contiguous_inputs() -> None:
     ("change", "message"),
     [
         ({"hidden": torch.zeros(17, 31)}, r"hidden must be \[T, 32\].*\(17, 31\)"),
-        ({"hidden": torch.zeros(17, 32, dtype=torch.float64)}, "bfloat16 or float32"),
+        ({"hidden": torch.zeros(17, 32, dtype=torch.float64)}, "bfloat16, float16 or float32"),
+        ({"top_k_index": torch.zeros(17, 2)}, "whole numbers"),
         ({"top_k_index": torch.full((17, 2), -1)}, r"top_k_index\[0, 0\] is -1"),
         ({"top_k_index": torch.zeros(16, 2, dtype=torch.int64)}, r"top_k_index must be int64 \[17, k\]"),
         ({"top_k_weights": torch.zeros(17, 3)}, "top_k_weights must be"),

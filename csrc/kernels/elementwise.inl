@@ -97,13 +97,11 @@ inline void scatter_add(const float* c, const float* factor, int rows, int cols,
 }
 
 template <class Mode>
-void store_low_rank(const float* c, float scale, const uint8_t* mask, int rows, int cols, float* small,
-                    ptrdiff_t small_stride, char* words, ptrdiff_t word_stride) {
+void store_low_rank(const float* c, float scale, int rows, int cols, float* small, ptrdiff_t small_stride, char* words,
+                    ptrdiff_t word_stride) {
   for (int row = 0; row < rows; ++row, c += kBlock, small += small_stride, words += word_stride) {
-    const bool keep = !mask || mask[row];
     for_columns(cols, [&](int64_t col, int lanes) {
-      const Vec::F value = keep ? round_compute<Mode>(Vec::mul(Vec::set1(scale), load_cols(kFp32, bytes(c + col), lanes)))
-                                : Vec::zero();
+      const Vec::F value = round_compute<Mode>(Vec::mul(Vec::set1(scale), load_cols(kFp32, bytes(c + col), lanes)));
       store_cols(kFp32, bytes(small + col), value, lanes);
       store_cols(Mode::kWord, words + col * size_of(Mode::kWord), value, lanes);
     });

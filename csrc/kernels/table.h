@@ -64,9 +64,9 @@ struct Kernels {
                       const int32_t* out_rows);
   // fp32 -> the compute dtype, `count` elements.
   void (*store_rounded)(const float* source, int64_t count, char* out);
-  // small[i][0 .. cols) = round(scale * c[i]) (0 where mask[i] is 0), as floats and as words from column col0 (even).
-  void (*store_low_rank)(const float* c, float scale, const uint8_t* mask, int rows, int cols, float* small,
-                         ptrdiff_t small_stride, char* words, ptrdiff_t word_stride);
+  // small[i][0 .. cols) = round(scale * c[i]), as floats and as words (beginning at a whole word).
+  void (*store_low_rank)(const float* c, float scale, int rows, int cols, float* small, ptrdiff_t small_stride, char* words,
+                         ptrdiff_t word_stride);
   // c[j][0 .. cols) += sum_i p[i * p_stride + j] * q[i], j < rank: gradients of LoRA factors, rows i in order.
   void (*outer)(const float* p, ptrdiff_t p_stride, int rank, Format q_format, const char* q, ptrdiff_t q_stride,
                 const int32_t* q_rows, int rows, int cols, float* c);
