@@ -46,9 +46,9 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
-    # Torch's OpenMP threads spin while they wait, by default, and then take the cores from the experts' threads and from
-    # every other process: the quickstart beside three other busy processes on two cores went from 20-85 to 75-187
-    # tokens/s. Read when torch is loaded, which is later.
+    # Torch's OpenMP threads spin while they wait, by default, and so take the cores from the experts' threads and every
+    # other process. Measured on the quickstart, two cores, three other busy processes: from 20-85 tokens/s to 75-187.
+    # Read when torch is loaded, which is later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
