@@ -47,8 +47,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.print_help()
         return 2
     # Torch's OpenMP threads spin while they wait, by default, and so take the cores from the experts' threads and every
-    # other process. Measured on the quickstart, two cores, three other busy processes: from 20-85 tokens/s to 75-187.
-    # Read when torch is loaded, which is later.
+    # other process. Measured on the quickstart, two cores, three other busy processes: from 20-85 tokens/s to 75-187;
+    # on a quiet machine 1 % less. Read when torch is loaded, which is later.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
