@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ktft import ops, reference
+from ktft import reference
 from ktft.experts import CpuExperts, ExpertNames
-from ktft.weights import ExpertWeights
+from ktft.weights import ExpertWeights, lora_shapes
 
 NAMES = ExpertNames("model.layers.0.mlp.experts", "model.layers.0.mlp.experts")
 
@@ -112,18 +114,22 @@ def test_deepcopy_shares_and_pickle_raises() -> None:
         (True, True, "hidden", False),
     ],
 )
-def test_what_backward_needs_is_kept_only_when_it_is_needed(
-    monkeypatch: pytest.MonkeyPatch, recompute: bool, grad: bool, who: str, save: bool
-) -> None:
-    seen = []
-    monkeypatch.setattr(ops, "moe_experts", lambda hidden, *args, **kwargs: seen.append(kwargs["save"]) or hidden)
+def test_what_backward_needs_is_kept_only_when_it_is_needed(recompute: bool, grad: bool, who: str, save: bool) -> None:
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if func is torch.ops.ktft.moe_experts.default:
+                kept.append(out[1].numel())
+            return out
+
+    kept: list[int] = []
     module = experts()
     module.recompute = recompute
     x, index, weights = inputs()
-    lora = [torch.zeros(1) for _ in range(6)]
+    lora = [torch.randn(shape) for shape in lora_shapes(4, 10, 6, 2)]
     x.requires_grad_(who == "hidden")
     weights.requires_grad_(who == "weights")
     lora[3].requires_grad_(who == "lora")
-    with torch.set_grad_enabled(grad):
+    with torch.set_grad_enabled(grad), Watch():
         module.run(x, index, weights, lora, [1.0])
-    assert seen == [save]
+    assert kept == [2 * 10 * 6 if save else 0]  # gate and up of 5 · 2 routes
