@@ -19,7 +19,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.utils import load_peft_weights, set_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GraniteMoeConfig
 
 from tests.tiny_models import FAMILIES, tiny_checkpoint, tiny_input
 
@@ -30,6 +30,20 @@ ATTENTION = {
     "olmoe": ["q_proj", "k_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"],
 }
+BEYOND = {
+    "granitemoe": GraniteMoeConfig(
+        vocab_size=96,
+        hidden_size=40,
+        intermediate_size=28,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.15,
+    )
+}
+"""Families that PEFT converts no per-expert names of."""
 DENSE = ["gate_proj", "up_proj", "down_proj"]
 """Shared experts (Qwen2-MoE, DeepSeek-V3) and dense layers (DeepSeek-V3)."""
 
@@ -51,6 +65,18 @@ for _family in FAMILIES:
             "alpha_pattern": {"experts": 2},
         },
     )
+CASES["granitemoe-plain"] = ("granitemoe", {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "experts"]})
+CASES["granitemoe-rslora"] = (
+    "granitemoe",
+    {
+        "r": 5,
+        "lora_alpha": 3,
+        "target_modules": ["o_proj", "experts"],
+        "use_rslora": True,
+        "rank_pattern": {"experts": 3, r"layers\.1\..*experts": 2},
+        "alpha_pattern": {"experts": 2},
+    },
+)
 CASES["experts-only"] = ("olmoe", {"r": 2, "lora_alpha": 2, "target_modules": ["experts"]})
 CASES["attention-only"] = ("qwen2_moe", {"r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]})
 CASES["one-layer"] = (
@@ -206,6 +232,10 @@ def crossed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
 
     root = tmp_path_factory.mktemp("stock")
     bases = {family: str(tiny_checkpoint(family, root / family)) for family in FAMILIES}
+    for family, beyond in BEYOND.items():
+        torch.manual_seed(0)
+        bases[family] = str(root / family)
+        AutoModelForCausalLM.from_config(beyond, dtype=torch.bfloat16).save_pretrained(bases[family])
     jobs, ours = [], {}
     for name, (family, fields) in CASES.items():
         model = load_model(bases[family], dtype=torch.float32)
@@ -223,8 +253,10 @@ def crossed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
             {"action": "train", "name": name, "base": bases[family], "adapter": str(root / name), "config": config}
         )
     model = load_model(bases["mixtral"], dtype=torch.float32)
-    fields = {"target_modules": ["q_proj", "experts"], "task_type": "CAUSAL_LM"}
+    fields = {"target_modules": ["q_proj", "v_proj", "experts"], "task_type": "CAUSAL_LM"}
     model = ktft.adapters.get_peft_model(model, LoraConfig(r=3, lora_alpha=4, **fields))
+    # stock PEFT wants the same parameters (the experts) under both; the modules beside them differ
+    fields["target_modules"] = ["o_proj", "v_proj", "experts"]
     model.add_adapter("second", LoraConfig(r=2, lora_alpha=5, use_rslora=True, **fields))
     _randomise(model)
     model.eval()
@@ -266,6 +298,13 @@ def test_ktft_loads_what_it_saved(crossed: dict[str, Any], name: str) -> None:
     if fields["target_modules"] != "all-linear":
         assert config.target_modules == set(fields["target_modules"])
     assert not any(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "experts" in CASES[name][1]["target_modules"]])
+def test_files_are_fused_only_where_peft_converts_nothing(crossed: dict[str, Any], name: str) -> None:
+    keys = list(load_file(crossed[name]["directory"] / "adapter_model.safetensors"))
+    assert any("experts.base_layer.lora_A" in key for key in keys) == (CASES[name][0] in BEYOND)
+    assert any("experts.0." in key for key in keys) == (CASES[name][0] not in BEYOND)
 
 
 @pytest.mark.parametrize("active", TOGETHER)

@@ -122,6 +122,16 @@ def _check_fused(entry: StoredExperts, stored: StoredAdapter) -> None:
             entry.rank, entry.scaling = rank, scaling
         else:
             entry.down_rank, entry.down_scaling = rank, scaling
+    if stored.training is not None:
+        # ktft's own fused file: gate and up are the two halves of one block-diagonal pair.
+        if not entry.rank or entry.rank != 2 * entry.down_rank:
+            raise AdapterError(
+                f"{stored.directory / WEIGHTS_FILE} says that ktft wrote it, but {module_path(experts)!r} has ranks "
+                f"{entry.rank} (gate and up together) and {entry.down_rank} (down); expected twice the second"
+            )
+        # alpha stands for both halves: 2 alpha / 2r, and with rsLoRA sqrt 2 alpha / sqrt 2r, are those of each
+        entry.block_diagonal, entry.rank = True, entry.down_rank
+        return
     if entry.rank == 0:
         entry.scaling = entry.down_scaling
     entry.rank = max(entry.rank, entry.down_rank)

@@ -1,7 +1,7 @@
 """Adapter files: written so that nothing is ever half there, read so that nothing is ever left over.
 
-Written are per-expert tensors (see ``layout.py``) in ``adapter_model.safetensors``, whose metadata also holds the
-training form of the config, and the stock form in ``adapter_config.json``.
+Written are per-expert or fused tensors (``layout.py`` says when) in ``adapter_model.safetensors``, whose metadata also
+holds the training form of the config, and the stock form in ``adapter_config.json``.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class AdapterTensors:
     """
 
     def __init__(self, stored: StoredAdapter) -> None:
-        path = stored.directory / WEIGHTS_FILE
+        self._path = path = stored.directory / WEIGHTS_FILE
         self._stack = ExitStack()
         self._file: Any = self._stack.enter_context(safe_open(path, framework="pt"))
         for key in stored.tensors:
@@ -196,6 +196,17 @@ class AdapterTensors:
             rank, i = a.shape[1], experts.intermediate_size
             if part != "down":
                 b = b[:, :i] if part == "gate" else b[:, i:]
+                if entry.block_diagonal:
+                    rank //= 2
+                    half, other = (
+                        (slice(rank), slice(rank, None)) if part == "gate" else (slice(rank, None), slice(rank))
+                    )
+                    if b[:, :, other].any():
+                        raise AdapterError(
+                            f"{self._path}: tensor {entry.keys[f'{part}_b', None]!r} is not block diagonal, but the "
+                            "metadata say that ktft wrote it; another tool has changed it and kept the metadata"
+                        )
+                    a, b = a[:, half], b[:, :, half]
             elif ratio != 1:
                 b = b * ratio
             factors[f"{part}_a"][:, :rank].copy_(a)

@@ -11,24 +11,40 @@ PEFT's fused form (0.19.1 and later), where the inner wrapper is gate and up tog
     base_model.model.{experts}.lora_A.weight [r E, I]                      ….lora_B.weight [H, r E]
 
 Rows of a fused A have the expert as the slow axis (row e r + i), columns of a fused B as the fast one (column i E + e).
-Names only: shapes, ranks and completeness are ``checks.py``'s, values ``disk.py``'s.
+
+ktft writes per expert, which every tool reads, where stock PEFT turns those names into its own; for other model types
+stock PEFT would drop them with a warning, and the fused form is written, with gate and up as one block-diagonal pair of
+rank 2r (:func:`pack_fused`). :func:`peft_converts_experts` asks PEFT which it is.
+
+Names and arrangement only: shapes, ranks and completeness are ``checks.py``'s, values ``disk.py``'s.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig
+from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from torch import nn
+from transformers import PreTrainedModel
 
-from ktft.adapters.config import DOWN, GATE_UP, AdapterError, module_path, names_parameter, parameter_name
+from ktft.adapters.config import (
+    DOWN,
+    GATE_UP,
+    AdapterError,
+    base_modules,
+    module_path,
+    names_parameter,
+    parameter_name,
+)
 from ktft.checkpoint import Tensor
 from ktft.experts import CpuExperts
+from ktft.weights import LORA_NAMES
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -41,6 +57,7 @@ class StoredExperts:
 
     Attributes:
         keys: (slot of LORA_NAMES, expert, or None for a fused tensor) -> tensor name.
+        block_diagonal: fused by :func:`pack_fused`: the halves of gate_up are gate and up, of rank ``rank`` each.
     """
 
     experts: CpuExperts
@@ -49,6 +66,7 @@ class StoredExperts:
     scaling: float = 1.0
     down_rank: int = 0
     down_scaling: float = 1.0
+    block_diagonal: bool = False
 
     @property
     def fused(self) -> bool:
@@ -161,6 +179,63 @@ def unpack_fused(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[to
     return a.reshape(num_experts, rank, -1), b.reshape(b.shape[0], rank, num_experts).permute(2, 0, 1)
 
 
+def pack_fused(gate_up: Sequence[torch.Tensor], down: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stacks to PEFT's fused factors, by what follows the experts' path in a tensor's name.
+
+    Args:
+        gate_up: gate A [E, r, H], gate B [E, I, r], up A, up B. A becomes [gate; up] and B block diagonal, rank 2r.
+        down: down A [E, r, I], down B [E, H, r].
+    """
+    gate_a, gate_b, up_a, up_b = gate_up
+    num_experts, inter, rank = gate_b.shape
+    b = gate_b.new_zeros(num_experts, 2 * inter, 2 * rank)
+    b[:, :inter, :rank], b[:, inter:, rank:] = gate_b, up_b
+    pairs = {".base_layer": (torch.cat([gate_a, up_a], dim=1), b), "": (down[0], down[1])}
+    out = {}
+    for inner, (a, b) in pairs.items():
+        out[f"{inner}.lora_A.weight"] = a.flatten(0, 1).contiguous()
+        out[f"{inner}.lora_B.weight"] = b.permute(1, 2, 0).flatten(1).contiguous()
+    return out
+
+
+def per_expert(experts: CpuExperts, stacks: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stacks by slot of LORA_NAMES to per-expert tensors (views) by their names on disk."""
+    names = experts.names
+    assert names is not None
+    projections = {"gate": names.gate, "up": names.up, "down": names.down}
+    return {
+        f"{PREFIX}{names.disk}.{expert}.{projections[slot[:-2]]}.lora_{slot[-1].upper()}.weight": tensor
+        for slot, stack in stacks.items()
+        for expert, tensor in enumerate(stack)
+    }
+
+
+def fused(experts: CpuExperts, stacks: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stacks by slot of LORA_NAMES to PEFT's fused tensors by their names on disk."""
+    values = [stacks[slot] for slot in LORA_NAMES]
+    return {f"{PREFIX}{module_path(experts)}{name}": t for name, t in pack_fused(values[:4], values[4:]).items()}
+
+
+def peft_converts_experts(model: PreTrainedModel) -> bool:
+    """Whether stock PEFT turns per-expert tensors of this model type into the fused ones that mean the same.
+
+    Asked of PEFT itself, with an adapter of two experts, one number to a tensor. PEFT goes by model type, and leaves
+    names that it has no rule for as they are, so that they match nothing.
+    """
+    given: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    for _, module in base_modules(model):
+        if isinstance(module, CpuExperts):
+            stacks = {slot: torch.tensor([[[2.0 + n]], [[20.0 + n]]]) for n, slot in enumerate(LORA_NAMES)}
+            given |= per_expert(module, stacks)
+            expected |= fused(module, stacks)
+    try:
+        found = convert_peft_adapter_state_dict_for_transformers(model, LoraConfig(r=1, target_modules=[]), given)
+    except (KeyError, ValueError, RuntimeError):  # a stock load would fail in the same way
+        return False
+    return set(found) == set(expected) and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 __all__ = [
     "CONFIG_FILE",
     "PREFIX",
@@ -169,5 +244,9 @@ __all__ = [
     "StoredExperts",
     "StoredLinear",
     "assign",
+    "fused",
+    "pack_fused",
+    "peft_converts_experts",
+    "per_expert",
     "unpack_fused",
 ]

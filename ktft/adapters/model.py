@@ -39,7 +39,15 @@ from ktft.adapters.config import (
     training_fields,
 )
 from ktft.adapters.disk import AdapterTensors, read_adapter, refuse_model_directory, write_adapter
-from ktft.adapters.layout import CONFIG_FILE, PREFIX, WEIGHTS_FILE, StoredAdapter
+from ktft.adapters.layout import (
+    CONFIG_FILE,
+    PREFIX,
+    WEIGHTS_FILE,
+    StoredAdapter,
+    fused,
+    peft_converts_experts,
+    per_expert,
+)
 from ktft.experts import CpuExperts
 from ktft.lora import MERGE_REFUSED, ExpertLora
 from ktft.weights import LORA_NAMES
@@ -348,7 +356,7 @@ def load_adapter(
 def _adapter_tensors(
     model: PreTrainedModel, adapter_name: str, state_dict: dict[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
-    """Tensor name on disk -> value, views of the trained stacks."""
+    """Tensor name on disk -> value; per expert, views of the trained stacks."""
     parameters = (
         {f"{PREFIX}{name}": value for name, value in model.named_parameters()} if state_dict is None else state_dict
     )
@@ -358,21 +366,18 @@ def _adapter_tensors(
             raise AdapterError(f"the state_dict given to save_pretrained lacks {PREFIX}{name}")
         return parameters[f"{PREFIX}{name}"].detach()
 
+    arrange = per_expert if peft_converts_experts(model) else fused
     out: dict[str, torch.Tensor] = {}
     for path, layer in adapter_layers(model, adapter_name).items():
-        if not isinstance(layer, ExpertLora):
-            for side in "AB":
-                out[f"{PREFIX}{path}.lora_{side}.weight"] = value(
-                    f"{path}.lora_{side}.{adapter_name}.weight"
-                ).contiguous()
+        if isinstance(layer, ExpertLora):
+            stacks = {
+                slot: value(f"{path}.lora_{slot[-1].upper()}.{adapter_name}.{slot[:-2]}").contiguous()
+                for slot in LORA_NAMES
+            }
+            out |= arrange(layer.base_layer, stacks)
             continue
-        names = layer.base_layer.names
-        assert names is not None
-        for part, projection in (("gate", names.gate), ("up", names.up), ("down", names.down)):
-            for side in "AB":
-                stack = value(f"{path}.lora_{side}.{adapter_name}.{part}").contiguous()
-                for expert in range(layer.base_layer.num_experts):
-                    out[f"{PREFIX}{names.disk}.{expert}.{projection}.lora_{side}.weight"] = stack[expert]
+        for side in "AB":
+            out[f"{PREFIX}{path}.lora_{side}.weight"] = value(f"{path}.lora_{side}.{adapter_name}.weight").contiguous()
     return out
 
 
