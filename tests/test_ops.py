@@ -161,10 +161,10 @@ def test_a_hundred_forwards_without_backward_leave_memory_flat() -> None:
     for _ in range(100):
         call()
     gc.collect()
-    saved_kb = (
-        3000 * 2 * 2 * 66 * 2 // 1024
-    )  # what one call keeps for backward; a hundred leaks would be a hundred times that
-    assert resident_anonymous_kb() - before < 4 * saved_kb
+    # What one call keeps for backward. A hundred leaks would be a hundred times that; the rest of the process, in a long
+    # test run, may grow by a little meanwhile.
+    saved_kb = 3000 * 2 * 2 * 66 * 2 // 1024
+    assert resident_anonymous_kb() - before < 25 * saved_kb
 
 
 def test_bf16_lora_copies_serve_but_do_not_train() -> None:
