@@ -16,8 +16,9 @@ Merging is not done here: the base weights are mapped read-only.
 from __future__ import annotations
 
 import math
+import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -192,6 +193,27 @@ class ExpertLora(nn.Module, LoraLayer):
             )
         return rates.pop() if rates else 0.0
 
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Refuse every key that is none of an adapter's six tensors, also with ``strict=False``, so that nothing is
+        dropped silently. ``base_layer`` refuses its own."""
+        under = (key.removeprefix(prefix) for key in state_dict if key.startswith(prefix))
+        refused = sorted(key for key in under if not key.startswith("base_layer.") and not _FACTOR.fullmatch(key))
+        if refused:
+            error_msgs.append(
+                f"{len(refused)} tensors under {prefix.rstrip('.')!r} are no stacked factors of an expert adapter; the "
+                f"first is {refused[0]!r}. An adapter is loaded with ktft.load_adapter, other weights by loading "
+                "another checkpoint with ktft.load_model."
+            )
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise NotImplementedError(MERGE_REFUSED)
 
@@ -201,6 +223,8 @@ class ExpertLora(nn.Module, LoraLayer):
     def __repr__(self) -> str:
         return "lora." + super().__repr__()
 
+
+_FACTOR = re.compile(r"lora_[AB]\..+\.(gate|up|down)")
 
 MERGE_REFUSED = (
     "the routed experts are mapped read-only from the checkpoint, so an adapter on them cannot be merged into this "

@@ -2,8 +2,9 @@
 
 Public: :func:`get_peft_model`, :func:`load_adapter`, :class:`KtftPeftModel`, :class:`AdapterError`.
 
-``config`` says what a LoraConfig may ask for and how it is written for stock PEFT, ``layout`` which tensor of a file is
-which, ``checks`` what must hold before it is used, ``disk`` reads and writes, ``model`` ties all of it to PEFT.
+``values`` and ``config`` say what a LoraConfig may ask for and how it is written for stock PEFT, ``base`` what the base
+model must still be, ``layout`` which tensor of a file is which, ``checks`` what must hold before it is used; ``disk``
+reads and writes, ``model`` ties all of it to PEFT.
 """
 
 from ktft.adapters.config import AdapterError

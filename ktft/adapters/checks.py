@@ -43,6 +43,8 @@ def check(stored: StoredAdapter, modules: Mapping[str, nn.Module]) -> None:
     for name, linear in stored.linears.items():
         _check_linear(name, linear, stored)
     _check_coverage(stored, modules)
+    if not stored.tensors:
+        raise AdapterError(f"{stored.directory / WEIGHTS_FILE} holds no tensor")
 
 
 def _check_experts(entry: StoredExperts, stored: StoredAdapter) -> None:
@@ -50,6 +52,11 @@ def _check_experts(entry: StoredExperts, stored: StoredAdapter) -> None:
         _check_fused(entry, stored)
     else:
         _check_per_expert(entry, stored)
+    if entry.scaling == 0 != entry.down_scaling:
+        raise AdapterError(
+            f"{stored.directory / CONFIG_FILE} gives {module_path(entry.experts)!r} alpha 0 for gate and up, another "
+            "for down; ktft keeps one scaling for a layer. Leave gate_up_proj out of the adapter instead"
+        )
 
 
 def _check_per_expert(entry: StoredExperts, stored: StoredAdapter) -> None:
@@ -61,7 +68,7 @@ def _check_per_expert(entry: StoredExperts, stored: StoredAdapter) -> None:
             if (slot, expert) not in entry.keys:
                 key = f"{PREFIX}{names.disk}.{expert}.{projection}.lora_{slot[-1].upper()}.weight"
                 raise AdapterError(f"{stored.directory / WEIGHTS_FILE}: tensor {key!r} is missing")
-    entry.rank = entry.down_rank = stored.tensors[entry.keys["gate_a", 0]].shape[0]
+    entry.rank = entry.down_rank = _rank(stored, entry.keys["gate_a", 0])
     shapes = lora_shapes(experts.num_experts, experts.hidden_size, experts.intermediate_size, entry.rank)
     expected = dict(zip(LORA_NAMES, shapes, strict=True))
     for (slot, _), key in entry.keys.items():
@@ -69,7 +76,7 @@ def _check_per_expert(entry: StoredExperts, stored: StoredAdapter) -> None:
     config = stored.config
     gate_up, down = parameter_name(experts, GATE_UP), parameter_name(experts, DOWN)
     if names_parameter(config, gate_up) and names_parameter(config, down):
-        entry.scaling = _scaling(stored, gate_up, 2 * entry.rank)
+        entry.scaling = _scaling(stored, gate_up, 2 * entry.rank, f"gate and up with {entry.rank} rows of A each")
         entry.down_scaling = _scaling(stored, down, entry.rank)
         return
     # Written for transformers 4, where every expert had modules of its own.
@@ -134,6 +141,8 @@ def _check_fused(entry: StoredExperts, stored: StoredAdapter) -> None:
         return
     if entry.rank == 0:
         entry.scaling = entry.down_scaling
+    if entry.down_rank == 0:
+        entry.down_scaling = entry.scaling
     entry.rank = max(entry.rank, entry.down_rank)
 
 
@@ -174,10 +183,21 @@ def _check_linear(name: str, linear: StoredLinear, stored: StoredAdapter) -> Non
             )
     parameter = f"{name}.weight"
     target = parameter if names_parameter(stored.config, parameter) else name
-    linear.rank = stored.tensors[linear.keys["A"]].shape[0] if stored.tensors[linear.keys["A"]].shape else 0
+    linear.rank = _rank(stored, linear.keys["A"])
     _check_tensor(stored, linear.keys["A"], (linear.rank, linear.module.in_features))
     _check_tensor(stored, linear.keys["B"], (linear.module.out_features, linear.rank))
     linear.scaling = _scaling(stored, target, linear.rank)
+
+
+def _rank(stored: StoredAdapter, key: str) -> int:
+    """What a tensor A [r, in] says, itself not checked yet."""
+    tensor = stored.tensors[key]
+    if len(tensor.shape) != 2:
+        raise AdapterError(
+            f"{stored.directory / WEIGHTS_FILE}: tensor {key!r} is {tensor.dtype} {list(tensor.shape)}; expected "
+            "[rank, inputs]"
+        )
+    return tensor.shape[0]
 
 
 def _check_tensor(stored: StoredAdapter, key: str, shape: tuple[int, ...]) -> None:
@@ -189,12 +209,14 @@ def _check_tensor(stored: StoredAdapter, key: str, shape: tuple[int, ...]) -> No
         )
 
 
-def _scaling(stored: StoredAdapter, name: str, rank: int) -> float:
+def _scaling(stored: StoredAdapter, name: str, rank: int, why: str = "") -> float:
     configured, alpha = stock_rank_alpha(stored.config, name)
+    if rank < 1:
+        raise AdapterError(f"{stored.directory}: the tensors of {name!r} in {WEIGHTS_FILE} have rank {rank}")
     if configured != rank:
         raise AdapterError(
             f"{stored.directory}: {CONFIG_FILE} gives {name!r} rank {configured}, the tensors in {WEIGHTS_FILE} say "
-            f"{rank}; the two files do not belong together"
+            f"{rank}{f' ({why})' if why else ''}; the two files do not belong together"
         )
     return alpha / (math.sqrt(rank) if stored.config.use_rslora else rank)
 

@@ -3,8 +3,7 @@
 Two forms of one adapter's config:
 
 * the **training form**, what the user gave: ``target_modules`` names Linear modules and ``experts``, ranks and alphas
-    are those of
-  each projection, dropout as trained;
+  are those of each projection, dropout as trained;
 * the **stock form**, what ``adapter_config.json`` holds: transformers 5 has the experts as fused parameters, so gate
   and up together are one parameter of rank 2r, and modules whose names PEFT would take for old per-expert names are
   named as parameters.
@@ -29,6 +28,7 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from torch import nn
 from transformers import PreTrainedModel
 
+from ktft.adapters.values import AdapterError, check_values
 from ktft.experts import CpuExperts
 from ktft.lora import ExpertLora
 from ktft.ops import MAX_RANK
@@ -68,10 +68,6 @@ GATE_UP, DOWN = "gate_up_proj", "down_proj"
 """transformers 5's names of the fused expert parameters."""
 
 
-class AdapterError(ValueError):
-    """An adapter that cannot be used as asked; the message names the key or tensor and what would be right."""
-
-
 def parameter_name(experts: CpuExperts, parameter: str) -> str:
     """Where the stock model has one fused parameter of these experts, e.g. ``model.layers.0.mlp.experts.down_proj``."""
     return f"{module_path(experts)}.{parameter}"
@@ -87,6 +83,15 @@ def module_path(experts: CpuExperts) -> str:
 # --- what can be adapted ----------------------------------------------------------------------------------------------
 
 
+def module_name(name: str) -> str:
+    """A path without what torch.compile puts into it."""
+    return ".".join(part for part in name.split(".") if part != COMPILED)
+
+
+COMPILED = "_orig_mod"
+"""How torch.compile calls the module it wraps."""
+
+
 def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module of the model under its path without adapters, the wrapped one where an adapter wraps it."""
     inside = None
@@ -96,15 +101,15 @@ def base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         inside = None
         if isinstance(module, BaseTunerLayer):
             inside = name + "."
-            yield name, module.get_base_layer()
-        elif name:
-            yield name, module
+            yield module_name(name), module.get_base_layer()
+        elif module_name(name):
+            yield module_name(name), module
 
 
 def adapter_layers(model: nn.Module, adapter_name: str) -> dict[str, LoraLayer]:
     """The layers that carry this adapter, by path."""
     return {
-        name: module
+        module_name(name): module
         for name, module in model.named_modules()
         if isinstance(module, LoraLayer) and adapter_name in module.lora_A
     }
@@ -121,6 +126,7 @@ def check_config(config: LoraConfig, *, may_name_parameters: bool = False) -> No
     """
     if not isinstance(config, LoraConfig) or config.peft_type != "LORA":
         raise AdapterError(f"ktft trains LoRA adapters; got {type(config).__name__}. Use peft.LoraConfig.")
+    check_values({field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
     if config.task_type not in (None, "CAUSAL_LM"):
         raise AdapterError(f"task_type is {config.task_type!r}; ktft adapts causal language models: 'CAUSAL_LM'")
     if config.init_lora_weights not in (True, False, "gaussian"):
@@ -356,6 +362,7 @@ def training_fields(config: LoraConfig) -> dict[str, Any]:
 
 __all__ = [
     "ALL_LINEAR",
+    "COMPILED",
     "DOWN",
     "GATE_UP",
     "TRAINING_FIELDS",
@@ -364,6 +371,7 @@ __all__ = [
     "adapter_layers",
     "base_modules",
     "check_config",
+    "module_name",
     "module_path",
     "names_parameter",
     "parameter_name",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from peft import LoraConfig
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from transformers import PreTrainedModel
 
 from ktft.adapters.checks import check
 from ktft.adapters.config import TRAINING_FIELDS, AdapterError, base_modules, check_config
@@ -30,6 +31,7 @@ from ktft.adapters.layout import (
     assign,
     unpack_fused,
 )
+from ktft.adapters.values import check_keys, check_values
 from ktft.checkpoint import read_header
 from ktft.mapping import CheckpointError, is_mapped_source, replacing
 
@@ -52,7 +54,11 @@ def refuse_model_directory(directory: Path, base: str | None) -> None:
 
 
 def write_adapter(
-    directory: Path, tensors: Mapping[str, torch.Tensor], config: LoraConfig, training: Mapping[str, Any]
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    config: LoraConfig,
+    training: Mapping[str, Any],
+    model_type: str,
 ) -> None:
     """Write the two files; a process killed at any moment leaves files that load as what they were or are refused.
 
@@ -65,7 +71,8 @@ def write_adapter(
                 f"tensor {key!r} holds NaN or infinity; this adapter is not saved. The training has diverged."
             )
     values = {key: sorted(v) if isinstance(v, set) else v for key, v in config.to_dict().items()}
-    metadata = {"format": "pt", METADATA_KEY: json.dumps({"format": METADATA_FORMAT, "training": dict(training)})}
+    ours = {"format": METADATA_FORMAT, "model_type": model_type, "training": dict(training)}
+    metadata = {"format": "pt", METADATA_KEY: json.dumps(ours)}
     directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / WEIGHTS_FILE) as weights, replacing(directory / CONFIG_FILE) as written:
         save_file(dict(tensors), weights, metadata=metadata)
@@ -80,7 +87,7 @@ def write_adapter(
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def read_adapter(directory: Path, model: nn.Module) -> StoredAdapter:
+def read_adapter(directory: Path, model: PreTrainedModel) -> StoredAdapter:
     """Read the config and the header of an adapter and account for every tensor.
 
     Raises:
@@ -97,7 +104,9 @@ def read_adapter(directory: Path, model: nn.Module) -> StoredAdapter:
             metadata = file.metadata() or {}
     except (CheckpointError, SafetensorError) as error:
         raise AdapterError(f"{path} cannot be read: {error}") from None
-    stored = StoredAdapter(directory, config, tensors, {}, {}, _training(metadata, path), peft_version)
+    training, model_type = _metadata(metadata, path)
+    _check_base(directory, config, model_type, model)
+    stored = StoredAdapter(directory, config, tensors, {}, {}, training, peft_version)
     modules = dict(base_modules(model))
     assign(stored, modules)
     check(stored, modules)
@@ -125,29 +134,54 @@ def _read_config(directory: Path) -> tuple[LoraConfig, str | None]:
         raise AdapterError(
             f"{path} names neither target_modules nor target_parameters: what the adapter is for is unknown"
         )
-    config = LoraConfig.from_pretrained(str(directory))
-    assert isinstance(config, LoraConfig)
     try:
+        check_keys(values)
+        check_values(values)
+        config = LoraConfig.from_pretrained(str(directory))
+        assert isinstance(config, LoraConfig)
         check_config(config, may_name_parameters=True)
-    except AdapterError as error:
+    except (TypeError, ValueError) as error:  # AdapterError, or PEFT's own about a field
         raise AdapterError(f"{path}: {error}") from None
     return config, values.get("peft_version")
 
 
-def _training(metadata: Mapping[str, str], path: Path) -> dict[str, Any] | None:
+def _check_base(directory: Path, config: LoraConfig, model_type: str | None, model: PreTrainedModel) -> None:
+    """Refuse an adapter of another model type. A path may have moved, so another name alone is a warning at most."""
+    if model_type is not None:
+        if model_type != model.config.model_type:
+            raise AdapterError(
+                f"{directory} was trained on {config.base_model_name_or_path!r}, model type {model_type!r}; this is "
+                f"{model.name_or_path!r}, model type {model.config.model_type!r}"
+            )
+        return
+    theirs, ours = config.base_model_name_or_path, model.name_or_path
+    if theirs and ours and Path(theirs).name != Path(ours).name:
+        warnings.warn(
+            f"{directory} says that it was trained on {theirs!r}; it is put on {ours!r}. Make sure that they are the "
+            "same model.",
+            stacklevel=2,
+        )
+
+
+def _metadata(metadata: Mapping[str, str], path: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """The training form and the base's model type, if ktft wrote the file."""
     if METADATA_KEY not in metadata:
-        return None
+        return None, None
     try:
         value = json.loads(metadata[METADATA_KEY])
-        number, training = value["format"], value["training"]
-    except (ValueError, TypeError, KeyError) as error:
+        number, training, model_type = value["format"], value["training"], value.get("model_type")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise AdapterError(f"{path}: the metadata {METADATA_KEY!r} is damaged: {error!r}") from None
     if number != METADATA_FORMAT or not isinstance(training, dict) or set(training) - set(TRAINING_FIELDS):
         raise AdapterError(
             f"{path} was written in adapter format {number!r} with {training!r:.200}; "
             f"this version reads format {METADATA_FORMAT} with the fields {sorted(TRAINING_FIELDS)}. Upgrade ktft."
         )
-    return training
+    try:
+        check_values(training)
+    except AdapterError as error:
+        raise AdapterError(f"{path}: the metadata {METADATA_KEY!r} is damaged: {error}") from None
+    return training, model_type
 
 
 # --- values ---------------------------------------------------------------------------------------------------------
@@ -179,12 +213,10 @@ class AdapterTensors:
     def copy_experts(self, entry: StoredExperts, factors: Mapping[str, torch.Tensor]) -> None:
         """Fill the six stacks (by slot of LORA_NAMES) of one layer, in place."""
         experts = entry.experts
-        # One scaling serves the layer; where the file scales down otherwise, its B carries the ratio.
-        ratio = 1.0 if entry.down_scaling == entry.scaling else entry.down_scaling / entry.scaling
         if not entry.fused:
             for (slot, expert), key in entry.keys.items():
-                tensor = self._file.get_tensor(key)
-                factors[slot][expert].copy_(tensor * ratio if slot == "down_b" and ratio != 1 else tensor)
+                factors[slot][expert].copy_(self._file.get_tensor(key))
+            factors["down_b"].mul_(entry.ratio)  # in fp32, whatever the file has
             return
         for stack in factors.values():
             stack.zero_()  # a smaller rank, or a projection that is not adapted, is padded with zeros
@@ -207,10 +239,9 @@ class AdapterTensors:
                             "metadata say that ktft wrote it; another tool has changed it and kept the metadata"
                         )
                     a, b = a[:, half], b[:, :, half]
-            elif ratio != 1:
-                b = b * ratio
             factors[f"{part}_a"][:, :rank].copy_(a)
             factors[f"{part}_b"][:, :, :rank].copy_(b)
+        factors["down_b"].mul_(entry.ratio)
 
     @torch.no_grad()
     def copy_linear(self, linear: StoredLinear, a: torch.Tensor, b: torch.Tensor) -> None:

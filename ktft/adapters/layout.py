@@ -69,6 +69,11 @@ class StoredExperts:
     block_diagonal: bool = False
 
     @property
+    def ratio(self) -> float:
+        """What B of down carries, because one scaling serves the layer."""
+        return 1.0 if self.down_scaling == self.scaling else self.down_scaling / self.scaling
+
+    @property
     def fused(self) -> bool:
         return any(expert is None for _, expert in self.keys)
 
@@ -108,7 +113,7 @@ class StoredAdapter:
 
 
 _KEY = re.compile(r"base_model\.model\.(?P<path>.+?)(?P<inner>\.base_layer)?\.lora_(?P<side>[AB])\.weight")
-_EXPERT = re.compile(r"(?P<prefix>.+)\.(?P<expert>\d+)\.(?P<projection>[^.]+)")
+_EXPERT = re.compile(r"(?P<prefix>.+)\.(?P<expert>0|[1-9][0-9]*)\.(?P<projection>[^.]+)")
 
 
 def assign(stored: StoredAdapter, modules: Mapping[str, nn.Module]) -> None:

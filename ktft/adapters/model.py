@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
 from peft import LoraConfig, PeftConfig, PeftModel, PeftModelForCausalLM
 from peft.tuners.lora import LoraLayer, LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -30,10 +31,21 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 from transformers import PreTrainedModel
 
+from ktft.adapters.base import (
+    base_name,
+    base_revision,
+    mark_merged,
+    published_vocabulary,
+    refuse_merged,
+    refuse_resized,
+    refuse_trained_base,
+)
 from ktft.adapters.config import (
+    COMPILED,
     AdapterError,
     adapter_layers,
     check_config,
+    module_name,
     resolve_targets,
     stock_config,
     training_fields,
@@ -67,6 +79,10 @@ class KtftLoraModel(LoraModel):
             raise AdapterError(NO_META)
         config = self.peft_config[adapter_name]
         check_config(config)
+        if any(COMPILED in name.split(".") for name, _ in model.named_modules()):
+            raise AdapterError(
+                "modules of this model are compiled already; add adapters first, then call torch.compile"
+            )
         assert isinstance(model, PreTrainedModel)
         resolve_targets(config, model)
         config._register_custom_module({CpuExperts: ExpertLora})
@@ -90,6 +106,13 @@ class KtftLoraModel(LoraModel):
         if any(isinstance(module, ExpertLora) for module in self.model.modules()):
             raise NotImplementedError(MERGE_REFUSED)
         super()._check_merge_allowed()
+
+    def _unload_and_optionally_merge(self, merge: bool = True, *args: Any, **kwargs: Any) -> Any:
+        changed = merge or any(isinstance(m, BaseTunerLayer) and m.merged for m in self.model.modules())
+        unloaded = super()._unload_and_optionally_merge(merge, *args, **kwargs)
+        if changed:
+            mark_merged(self.model)
+        return unloaded
 
     def add_weighted_adapter(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
@@ -130,11 +153,14 @@ class KtftPeftModel(PeftModelForCausalLM):
                 "the model carries adapters already: use add_adapter on its PeftModel, or unload() them first"
             )
         check_config(peft_config)
-        _refuse_resized(model)
+        # Asked now: at the end of a training the directory may have moved.
+        vocabulary = published_vocabulary(model)
+        refuse_resized(model, vocabulary)
         # PeftModel builds a stock tuner. It is given a config that adapts nothing, and replaced by the tuner that
         # knows experts.
         super().__init__(model, LoraConfig(target_modules=DUMMY_TARGET_MODULES, task_type="CAUSAL_LM"), adapter_name)
         del model.peft_config
+        self.vocabulary = vocabulary
         try:
             self.base_model = KtftLoraModel(model, {adapter_name: peft_config}, adapter_name)
         except Exception:
@@ -165,8 +191,9 @@ class KtftPeftModel(PeftModelForCausalLM):
                 gather shards use it.
 
         Raises:
-            AdapterError: a value is not finite, the directory holds the base model, the vocabulary was resized, or an
-                argument asks for what cannot be written.
+            AdapterError: a value is not finite, the directory holds the base model, the base is not what it was (its
+                vocabulary was resized, an adapter merged, parameters outside the adapters are trained), or an argument
+                asks for what cannot be written.
         """
         state_dict = kwargs.pop("state_dict", None)
         kwargs.pop("max_shard_size", None)  # an adapter is one file
@@ -184,17 +211,19 @@ class KtftPeftModel(PeftModelForCausalLM):
         if not is_main_process:
             return
         model = self.get_base_model()
-        _refuse_resized(model)
+        refuse_resized(model, self.vocabulary)
+        refuse_merged(model)
+        refuse_trained_base(model)
         for name in names:
             config = self.peft_config[name]
             directory = Path(save_directory) if name == "default" else Path(save_directory) / name
             if directory.is_file():
                 raise AdapterError(f"{directory} is a file; give a directory")
-            refuse_model_directory(directory, model.name_or_path or None)
-            if config.base_model_name_or_path is None:
-                config.base_model_name_or_path = model.name_or_path or None
+            refuse_model_directory(directory, base_name(model))
+            _name_base(config, model)
             tensors = _adapter_tensors(model, name, state_dict)
-            write_adapter(directory, tensors, stock_config(config, model, name), training_fields(config))
+            stock = stock_config(config, model, name)
+            write_adapter(directory, tensors, stock, training_fields(config), model.config.model_type)
 
     def load_adapter(  # type: ignore[override]
         self,
@@ -217,7 +246,8 @@ class KtftPeftModel(PeftModelForCausalLM):
             model_id: a directory, or the id of an adapter on the hub (``subfolder``, ``revision``, ``cache_dir``,
                 ``token`` as in PEFT).
             adapter_name: new or existing. A new one is not activated.
-            is_trainable: whether a new adapter gets gradients; False also puts the model in eval mode, as PEFT does.
+            is_trainable: whether the adapter gets gradients (an existing one keeps its own if False); False also puts
+                the model in eval mode, as PEFT does.
 
         Returns:
             PEFT's result type; both lists are empty.
@@ -242,7 +272,8 @@ class KtftPeftModel(PeftModelForCausalLM):
                 if new:
                     self.delete_adapter(adapter_name)
                 raise
-        if new and is_trainable:
+        if is_trainable:
+            self.peft_config[adapter_name].inference_mode = False
             self.set_requires_grad(adapter_name)
         if not is_trainable:
             self.eval()
@@ -319,13 +350,15 @@ def get_peft_model(model: PreTrainedModel, peft_config: LoraConfig, adapter_name
         adapter_name: name of the adapter.
 
     Raises:
-        AdapterError: a field that is not supported, a target that matches nothing, a model with adapters or without
-            mapped experts.
+        AdapterError: a field that is not supported, a target that matches nothing, a model with adapters, with merged
+            ones, or without mapped experts.
     """
     if isinstance(model, PeftModel):
         raise AdapterError("the model is a PeftModel already: use its add_adapter")
+    refuse_merged(model)
     config = copy.deepcopy(peft_config)
-    config.base_model_name_or_path = model.name_or_path or None
+    config.base_model_name_or_path = None
+    _name_base(config, model)
     return KtftPeftModel(model, config, adapter_name)
 
 
@@ -357,9 +390,8 @@ def _adapter_tensors(
     model: PreTrainedModel, adapter_name: str, state_dict: dict[str, torch.Tensor] | None
 ) -> dict[str, torch.Tensor]:
     """Tensor name on disk -> value; per expert, views of the trained stacks."""
-    parameters = (
-        {f"{PREFIX}{name}": value for name, value in model.named_parameters()} if state_dict is None else state_dict
-    )
+    given = {f"{PREFIX}{name}": value for name, value in model.named_parameters()} if state_dict is None else state_dict
+    parameters = {module_name(name): value for name, value in given.items()}
 
     def value(name: str) -> torch.Tensor:
         if f"{PREFIX}{name}" not in parameters:
@@ -379,6 +411,13 @@ def _adapter_tensors(
         for side in "AB":
             out[f"{PREFIX}{path}.lora_{side}.weight"] = value(f"{path}.lora_{side}.{adapter_name}.weight").contiguous()
     return out
+
+
+def _name_base(config: LoraConfig, model: PreTrainedModel) -> None:
+    if config.base_model_name_or_path is None:
+        config.base_model_name_or_path = base_name(model)
+    if config.revision is None:
+        config.revision = base_revision(model)
 
 
 def _training_config(stored: StoredAdapter, model: PreTrainedModel, is_trainable: bool) -> LoraConfig:
@@ -402,7 +441,7 @@ def _training_config(stored: StoredAdapter, model: PreTrainedModel, is_trainable
     return LoraConfig(
         **fields,
         task_type="CAUSAL_LM",
-        base_model_name_or_path=model.name_or_path or file.base_model_name_or_path,
+        base_model_name_or_path=base_name(model) or file.base_model_name_or_path,
         revision=file.revision,
         inference_mode=not is_trainable,
     )
@@ -429,33 +468,21 @@ def _adapter_directory(model_id: str | os.PathLike[str], **hub: Any) -> Path:
     unknown = sorted(set(hub) - {"revision", "cache_dir", "token", "local_files_only"})
     if unknown:
         raise AdapterError(f"loading an adapter does not support {unknown}")
-    path = Path(model_id)
+    name, path = os.fspath(model_id), Path(model_id)
     if path.is_dir():
         return path / subfolder if subfolder else path
-    if path.is_absolute() or len(path.parts) != 2:
-        raise AdapterError(f"{os.fspath(model_id)!r} is neither an adapter directory nor an id on the hub")
-    files = [
-        hf_hub_download(os.fspath(model_id), name, subfolder=subfolder, **hub) for name in (CONFIG_FILE, WEIGHTS_FILE)
-    ]
-    return Path(files[0]).parent
-
-
-def _refuse_resized(model: PreTrainedModel) -> None:
-    """An adapter file holds no embeddings, so one trained on a resized vocabulary would be lost or wrong later."""
-    base = model.name_or_path
-    if not base:
-        return
-    try:
-        saved = type(model.config).from_pretrained(base, local_files_only=True).get_text_config().vocab_size
-    except OSError:  # not built from a checkpoint: there is nothing to differ from
-        return
-    rows = model.get_input_embeddings().weight.shape[0]
-    if rows != saved:
+    if path.exists() or path.is_absolute() or len(path.parts) != 2:
+        raise AdapterError(f"{name!r} is neither an adapter directory nor an id on the hub")
+    if path.parent.is_dir():  # an id on the hub looks the same, but this is a path with a slip in it
         raise AdapterError(
-            f"the embeddings have {rows} rows, the checkpoint {base} says vocab_size {saved}: resized embeddings are "
-            "not part of an adapter. Save a base model with the new vocabulary first, then load that with "
-            "ktft.load_model."
+            f"there is no adapter directory {name!r}; {path.parent} is a directory, so the hub is not asked for one"
         )
+    try:
+        files = [hf_hub_download(name, file, subfolder=subfolder, **hub) for file in (CONFIG_FILE, WEIGHTS_FILE)]
+    except (OSError, HFValidationError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise AdapterError(f"{name!r} is no directory here, and cannot be had from the hub: {first}") from None
+    return Path(files[0]).parent
 
 
 def _strip(model: nn.Module) -> None:
