@@ -3,8 +3,8 @@
 There is no table of families. transformers marks every experts class that follows its experts contract with layout
 attributes, and describes how published tensors become the model's parameters; from these come the experts modules,
 their sizes, their names on disk, and which tensor is which expert's. A family is accepted when the stock class's own
-eager forward, run at a tiny size on inputs of several magnitudes, equals :func:`ktft.reference.moe_experts`;
-otherwise it is refused before any weight is read.
+eager forward, run at a tiny size on inputs of several magnitudes, equals :func:`ktft.reference.moe_experts`,
+and so does its gate alone; otherwise it is refused before any weight is read.
 
 This is the one module that touches transformers' internals (written for >= 5.17, < 6); each touch says what it relies
 on.
@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import nn
@@ -138,9 +139,11 @@ def _difference(module: nn.Module) -> str | None:
 
 
 def _probe(module: nn.Module) -> float:
-    """Largest difference between the stock eager forward and the reference, relative to the largest output.
+    """Largest difference between the stock module and the reference, relative to the largest output.
 
-    The module's Python state is kept as it is; its parameters are replaced by tiny random ones in float64.
+    Compared are the eager forward, and ``_apply_gate``, which transformers' other implementations of the experts
+    (grouped_mm is its default) call where the eager forward may have code of its own. The module's Python state is kept
+    as it is; its parameters are replaced by tiny random ones in float64.
     """
     experts, hidden, intermediate, tokens, top_k = 3, 6, 5, 16, 2
     generator = torch.Generator().manual_seed(0)
@@ -154,7 +157,7 @@ def _probe(module: nn.Module) -> float:
         random(experts, hidden, intermediate),
     )
     gate_up = torch.cat([gate, up], dim=1)
-    tiny = copy.copy(module)
+    tiny: Any = copy.copy(module)
     state = vars(tiny)
     is_transposed = state["is_transposed"]
     stored = {_GATE_UP: gate_up, _DOWN: down}
@@ -177,14 +180,21 @@ def _probe(module: nn.Module) -> float:
         x = scale * random(tokens, hidden)
         index = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
         weights = random(tokens, top_k).abs()
+        projected = scale * random(tokens, 2 * intermediate)
         with torch.no_grad():
-            found = tiny(x.clone(), index, weights)
-            expected = reference.moe_experts(x, index, weights, gate, up, down)
-        if found.shape != expected.shape:
-            return float("inf")
-        worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
-        if not worst < float("inf"):
-            return float("inf")
+            pairs = [
+                (tiny(x.clone(), index, weights), reference.moe_experts(x, index, weights, gate, up, down)),
+                (
+                    tiny._apply_gate(projected.clone()),
+                    nn.functional.silu(projected[:, :intermediate]) * projected[:, intermediate:],
+                ),
+            ]
+        for found, expected in pairs:
+            if found.shape != expected.shape:
+                return float("inf")
+            worst = max(worst, float((found - expected).abs().max() / expected.abs().max()))
+            if not worst < float("inf"):
+                return float("inf")
     return worst
 
 
@@ -249,7 +259,7 @@ def expert_tensors(
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state = model.state_dict()
     out: dict[str, list[ExpertTensor]] = {name: [] for name in modules}
-    # Renamings may depend on the order of keys; this is the loader's own order.
+    # Some renamings (GroupWeightRename) depend on the order of keys; this is the loader's own order.
     for key in sorted(keys, key=dot_natural_key):
         renamed, _ = rename_source_key(key, renamings, [])
         target, pattern = rename_source_key(renamed, [], converters, model.base_model_prefix, state)
@@ -308,9 +318,11 @@ def experts_replaced(model_class: type[PreTrainedModel], modules: dict[str, Expe
     does; that one is not used because it leaves the classes patched when construction raises, and because it looks into
     every lazy module, which up to 5.17 fails where an optional package (torchvision) is missing.
     The experts' tensors, which the loader then finds unexpected, are declared as such, so that it neither reads nor
-    reports them. All this is global to the process while the block runs, so blocks exclude each other.
+    reports them; also without the base model's prefix, which a checkpoint of the base model lacks. All this is global
+    to the process while the block runs, so blocks exclude each other.
     """
     stock = {module.stock.__name__: module.stock for module in modules.values()}
+    base = f"{model_class.base_model_prefix}."
     with _patch_lock:
         bindings = [
             (python_module, name, original)
@@ -326,7 +338,7 @@ def experts_replaced(model_class: type[PreTrainedModel], modules: dict[str, Expe
                 setattr(python_module, name, CpuExperts)
             model_class._keys_to_ignore_on_load_unexpected = [
                 *(ignored or ()),
-                *(f"^{re.escape(name)}\\." for name in modules),
+                *(f"^({re.escape(base)})?{re.escape(name.removeprefix(base))}\\." for name in modules),
             ]
             yield
         finally:

@@ -18,6 +18,7 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
+from transformers.core_model_loading import GroupWeightRename
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from ktft import families
@@ -193,6 +194,19 @@ def test_the_probe_sees_what_the_layout_does_not_say(monkeypatch: pytest.MonkeyP
         families.experts_modules(model)
 
 
+@pytest.mark.parametrize("limit", [7.0, 1e4])
+def test_a_gate_of_its_own_is_refused_though_the_eager_forward_does_not_call_it(
+    monkeypatch: pytest.MonkeyPatch, limit: float
+) -> None:
+    """transformers' default implementation (grouped_mm) calls it, so the stock model computes with it."""
+    stock_class = modeling_qwen3_moe.Qwen3MoeExperts
+    original = stock_class._apply_gate
+    model = families.stock_model(tiny_config("qwen3_moe"))
+    monkeypatch.setattr(stock_class, "_apply_gate", lambda self, gate_up: original(self, gate_up.clamp(max=limit)))
+    with pytest.raises(families.UnsupportedModelError, match="computes another function"):
+        families.experts_modules(model)
+
+
 def test_a_class_that_breaks_the_contract_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = families.stock_model(tiny_config("qwen3_moe"))
     monkeypatch.setattr(modeling_qwen3_moe.Qwen3MoeExperts, "forward", lambda self, hidden: hidden)
@@ -234,6 +248,19 @@ def test_which_tensor_is_which_expert() -> None:
         ExpertTensor(keys[2], "gate", 12),
         ExpertTensor(keys[1], "up", 3),
     ]
+
+
+def test_keys_are_renamed_in_the_order_of_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GroupWeightRename renames only after it has seen its first pattern, so the order of the keys in a file (here: the
+    first pattern last) must not matter."""
+    model = families.stock_model(tiny_config("qwen3_moe"))
+    stock = families.get_model_conversion_mapping(model)
+    group = GroupWeightRename([r"\.a_proj\.", r"\.b_proj\."], [".gate_proj.", ".up_proj."])
+    monkeypatch.setattr(families, "get_model_conversion_mapping", lambda *args, **kwargs: [group, *stock])
+    keys = [f"model.layers.0.mlp.experts.{e}.{name}_proj.weight" for e in (1, 0) for name in "ba"]
+    modules = ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
+    found = families.expert_tensors(model, modules, keys)["model.layers.0.mlp.experts"]
+    assert sorted((tensor.expert, tensor.part) for tensor in found) == [(0, "gate"), (0, "up"), (1, "gate"), (1, "up")]
 
 
 @pytest.mark.parametrize("suffix", ["3.gate_proj.bias", "3.gate_proj.weight_scale_inv", "x.gate_proj.weight", "bias"])
