@@ -139,6 +139,44 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], FileIdentity]:
     return tensors, identity
 
 
+# --- which files ------------------------------------------------------------------------------------------------------
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Names of the files in which the weights may lie, though they need not be there: the single file, and what the
+    index names if there is one.
+
+    Raises:
+        CheckpointError: the index is not a valid one.
+    """
+    path = directory / INDEX_FILE
+    return [SINGLE_FILE, *(sorted(set(_weight_map(path).values())) if path.is_file() else [])]
+
+
+def _read_index(directory: Path) -> dict[str, str]:
+    """Tensor name -> file name; empty if there is one file only. The same precedence as transformers."""
+    if (directory / SINGLE_FILE).is_file():
+        return {}
+    path = directory / INDEX_FILE
+    if not path.is_file():
+        found = sorted(p.name for p in directory.glob("*") if p.suffix in {".safetensors", ".bin", ".gguf"})
+        raise CheckpointError(
+            f"{directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}; weight files found: "
+            f"{found or 'none'}. Only safetensors checkpoints can be mapped."
+        )
+    return _weight_map(path)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    weight_map = _json_object(path.read_bytes(), str(path)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path}: expected 'weight_map' to map tensor names to files, found {weight_map!r}")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not file or os.path.isabs(file) or ".." in Path(file).parts:
+            raise CheckpointError(f"{path}: tensor {name!r}: expected a file inside the directory, found {file!r}")
+    return weight_map
+
+
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
@@ -160,7 +198,7 @@ class Checkpoint:
         self.directory = Path(directory)
         self.tensors: dict[str, Tensor] = {}
         self._identities: dict[Path, FileIdentity] = {}
-        index = self._index()
+        index = _read_index(self.directory)
         for file in [self.directory / name for name in sorted(set(index.values()))] or [self.directory / SINGLE_FILE]:
             if not file.is_file():
                 raise CheckpointError(f"{self.directory / INDEX_FILE} names {file.name}, which does not exist")
@@ -178,25 +216,6 @@ class Checkpoint:
                 raise CheckpointError(
                     f"{self.directory / INDEX_FILE} says tensor {name!r} is in {file_name}; it is {where}"
                 )
-
-    def _index(self) -> dict[str, str]:
-        """Tensor name -> file name; empty if there is one file only. The same precedence as transformers."""
-        if (self.directory / SINGLE_FILE).is_file():
-            return {}
-        path = self.directory / INDEX_FILE
-        if not path.is_file():
-            found = sorted(p.name for p in self.directory.glob("*") if p.suffix in {".safetensors", ".bin", ".gguf"})
-            raise CheckpointError(
-                f"{self.directory} holds neither {SINGLE_FILE} nor {INDEX_FILE}; weight files found: "
-                f"{found or 'none'}. Only safetensors checkpoints can be mapped."
-            )
-        weight_map = _json_object(path.read_bytes(), str(path)).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{path}: expected 'weight_map' to map tensor names to files, found {weight_map!r}")
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or not file or os.path.isabs(file) or ".." in Path(file).parts:
-                raise CheckpointError(f"{path}: tensor {name!r}: expected a file inside the directory, found {file!r}")
-        return weight_map
 
     def verify_unchanged(self) -> None:
         """Raise CheckpointError if a file is no longer the one whose header was read."""
@@ -357,9 +376,12 @@ def _is_transposed(gate_up: Tensor, down: Tensor, e: int, h: int, i: int) -> boo
 
 
 __all__ = [
+    "INDEX_FILE",
+    "SINGLE_FILE",
     "Checkpoint",
     "CheckpointError",
     "ExpertTensor",
     "Tensor",
     "read_header",
+    "weight_files",
 ]

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ktft import ops
+from ktft.mapping import FileMapping
 from ktft.weights import ExpertWeights
 
 
@@ -138,7 +139,11 @@ class CpuExperts(nn.Module):
     @property
     def parametrizations(self) -> NoReturn:
         """Stock PEFT asks a module for this when it looks for parameters to adapt; finding none it would go on without
-        the experts and without an error."""
+        the experts and without an error.
+
+        It is the one thing PEFT asks this module in particular, so there is no narrower place to raise. The price:
+        ``torch.nn.utils.parametrize.is_parametrized(experts)`` and ``inspect.getmembers(experts)`` raise as well.
+        """
         raise RuntimeError(
             "routed experts are mapped and have no parameters that stock PEFT could adapt; use ktft.get_peft_model "
             "with 'experts' in target_modules, or ktft.load_adapter"
@@ -153,4 +158,15 @@ class CpuExperts(nn.Module):
         )
 
 
-__all__ = ["CpuExperts", "ExpertNames"]
+def check_sources(model: nn.Module) -> None:
+    """Raise CheckpointError if a file that the model's experts are mapped from was written onto since it was loaded.
+
+    One stat for each file. For code that is about to use or keep results of the model, e.g. to save an adapter.
+    """
+    owners = [module.weights.owner for module in model.modules() if isinstance(module, CpuExperts) and module.weights]
+    mappings = [item for owner in owners if isinstance(owner, tuple) for item in owner]
+    for mapping in {id(item): item for item in mappings if isinstance(item, FileMapping)}.values():
+        mapping.check_unchanged()
+
+
+__all__ = ["CpuExperts", "ExpertNames", "check_sources"]

@@ -66,6 +66,24 @@ class FileMapping:
         if FileIdentity.of(status) != identity:
             raise CheckpointError(f"{path} changed while it was being mapped; load it again when nothing writes to it")
 
+    def check_unchanged(self) -> None:
+        """Raise CheckpointError if the mapped file was written onto, which changes what is mapped.
+
+        One stat. A file that was deleted or replaced by another (a rename) is no error here: what is mapped is still
+        the old one, as it was.
+        """
+        try:
+            found = FileIdentity.of(os.stat(self.path))
+        except OSError:
+            return
+        same_file = (found.device, found.inode) == (self.identity.device, self.identity.inode)
+        if same_file and found != self.identity:
+            raise CheckpointError(
+                f"{self.path} was written onto while a model of this process is mapped onto it: it was "
+                f"{self.identity}, it is {found}. The model no longer has the weights it was loaded with; restore the "
+                "file and load the model again."
+            )
+
 
 _lock = threading.Lock()
 _mappings: weakref.WeakValueDictionary[str, FileMapping] = weakref.WeakValueDictionary()

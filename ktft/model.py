@@ -7,6 +7,7 @@ copied here.
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,10 +15,10 @@ from typing import Any, NoReturn
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ktft import families
-from ktft.checkpoint import Checkpoint, CheckpointError
+from ktft.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, CheckpointError, weight_files
 from ktft.experts import CpuExperts
 
 
@@ -34,7 +35,7 @@ def load_model(
 
     Args:
         path_or_hub_id: a directory with ``config.json`` and safetensors files, or a Hugging Face hub id.
-        device: where everything but the routed experts goes; default the CPU.
+        device: where everything but the routed experts goes; default the CPU, whatever torch's default device is.
         dtype: of everything but the routed experts, which stay as published; default what the checkpoint says.
         revision: branch, tag or commit of a hub id.
         recompute: backward computes the experts' gate and up again instead of keeping 2·S·I values per layer.
@@ -45,11 +46,24 @@ def load_model(
 
     Raises:
         UnsupportedModelError: ktft cannot compute this family's experts exactly; raised before weights are read.
-        CheckpointError: a file or tensor is missing, damaged or misshapen, or changed while it was read.
+        CheckpointError: a file or tensor is missing, damaged or misshapen, or changed while it was read; or the
+            directory tells transformers to read other files than the experts' (``transformers_weights``, an adapter).
         ValueError: the path or hub id leads nowhere.
     """
-    directory = _resolve(path_or_hub_id, revision, trust_remote_code)
+    # transformers would load onto torch's default device; the probe and the experts are on the CPU in any case.
+    with torch.device("cpu"):
+        directory = _resolve(path_or_hub_id, revision, trust_remote_code)
+        model = _load(directory, torch.device(device or "cpu"), dtype, recompute, trust_remote_code)
+    model.config._name_or_path = model.name_or_path = os.fspath(path_or_hub_id)
+    return model
+
+
+def _load(
+    directory: Path, target: torch.device, dtype: str | torch.dtype | None, recompute: bool, trust_remote_code: bool
+) -> PreTrainedModel:
+    _refuse_adapter(directory)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    _refuse_other_weights(directory, config)
     quantization = config.to_dict().get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method")
@@ -71,7 +85,6 @@ def load_model(
         )
         for name, module in modules.items()
     }
-    target = torch.device(device or "cpu")
     model: PreTrainedModel
     with families.experts_replaced(type(stock), modules):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -92,9 +105,7 @@ def load_model(
             raise RuntimeError(f"{name} is a {type(experts).__name__}; expected transformers to build CpuExperts there")
         experts.attach(weights[name], module.names, recompute=recompute)
     _check_complete(model, info, directory)
-    model.config._name_or_path = model.name_or_path = os.fspath(path_or_hub_id)
-    # On the instance, not in a subclass: the class stays the stock one, and a deep copy keeps the refusal.
-    vars(model)["save_pretrained"] = _refuse_to_save
+    _refuse_saving(model)
     return model
 
 
@@ -107,15 +118,51 @@ def _resolve(path_or_hub_id: str | os.PathLike[str], revision: str | None, trust
         return Path(name)
     if os.path.exists(name) or os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1:
         raise ValueError(f"{name} is not a directory; expected a directory with config.json and safetensors files")
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        return _download(name, revision, trust_remote_code)
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, HFValidationError, OSError) as error:
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise ValueError(
             f"cannot load {name!r}: no such directory, not in the Hugging Face cache, and not to be had from the hub "
             f"({first_line})"
         ) from None
+
+
+def _download(name: str, revision: str | None, trust_remote_code: bool) -> Path:
+    """The files of a hub id that a load reads, and no others: a repository may hold the same weights several times."""
+    small = ["*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
+    # In the hub's patterns * matches / too.
+    directory = Path(snapshot_download(name, revision=revision, allow_patterns=small, ignore_patterns=["*/*"]))
+    # The folder is called by the commit: both downloads are of one, though the branch may move meanwhile.
+    files = [glob.escape(file) for file in weight_files(directory)]
+    return Path(snapshot_download(name, revision=directory.name, allow_patterns=files))
+
+
+def _refuse_adapter(directory: Path) -> None:
+    """transformers applies an adapter that lies beside a model without being asked, and then without its experts."""
+    if (directory / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{directory} holds an adapter (adapter_config.json). If it is an adapter only, load its base with "
+            "ktft.load_model(base) and then ktft.load_adapter(model, directory). If it lies beside a model, move "
+            "adapter_config.json and adapter_model.safetensors to a directory of their own first, because transformers "
+            "would apply them unasked."
+        )
+
+
+def _refuse_other_weights(directory: Path, config: PreTrainedConfig) -> None:
+    """Whatever makes transformers read other files than ``checkpoint.py`` maps, so that two checkpoints would mix."""
+    named = config.to_dict().get("transformers_weights")
+    if named is not None:
+        raise CheckpointError(
+            f"{directory / 'config.json'} names {named!r} as transformers_weights; ktft reads {SINGLE_FILE} or "
+            f"{INDEX_FILE} only. Put the wanted weights under that name and remove the key from config.json."
+        )
+    shards = sorted(path.name for path in directory.glob("shard-?????-model-?????-of-?????.safetensors"))
+    if shards:
+        raise CheckpointError(
+            f"{directory} holds files of torch's distributed checkpoints ({shards[0]}), which transformers would read "
+            f"in place of {SINGLE_FILE}. Move them elsewhere, or load the directory of the consolidated checkpoint."
+        )
 
 
 def _check_complete(model: PreTrainedModel, info: dict[str, Any], directory: Path) -> None:
@@ -135,6 +182,18 @@ def _check_complete(model: PreTrainedModel, info: dict[str, Any], directory: Pat
     on_meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if on_meta:
         raise RuntimeError(f"{type(model).__name__}: no value was loaded for {on_meta[:5]}")
+
+
+def _refuse_saving(model: PreTrainedModel) -> None:
+    """Make every save_pretrained raise: of the model, and of the models inside it, which lack the experts just as well.
+
+    On the instances, not in subclasses: the classes stay the stock ones, and a deep copy keeps the refusal.
+    ``should_save_on_this_rank`` is asked by PreTrainedModel.save_pretrained before it writes anything, and by nothing
+    else; so a call through the class, ``type(model).save_pretrained(model, directory)``, is refused as well.
+    """
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            vars(module).update(save_pretrained=_refuse_to_save, should_save_on_this_rank=_refuse_to_save)
 
 
 def _refuse_to_save(*args: object, **kwargs: object) -> NoReturn:

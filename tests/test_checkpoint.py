@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ktft.checkpoint import Checkpoint, CheckpointError, ExpertTensor, read_header
+from ktft.checkpoint import Checkpoint, CheckpointError, ExpertTensor, read_header, weight_files
 from ktft.mapping import is_mapped_source, refuse_if_mapped, replacing
 from ktft.weights import ExpertWeights
 
@@ -284,6 +284,20 @@ def test_directories_and_indices(tmp_path: Path) -> None:
     with_map({"x": "b.safetensors", "y": "a.safetensors"})
     with pytest.raises(CheckpointError, match="tensor 'x' is in two files"):
         Checkpoint(tmp_path)
+    write(tmp_path / "b.safetensors", {"z": torch.ones(2)})
+    with_map({"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"})
+    with pytest.raises(CheckpointError, match=r"says tensor 'x' is in b\.safetensors; it is in a\.safetensors"):
+        Checkpoint(tmp_path)
+
+
+def test_names_of_weight_files_before_they_are_there(tmp_path: Path) -> None:
+    assert weight_files(tmp_path) == ["model.safetensors"]
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "b.safetensors", "y": "in/a.safetensors", "z": "b.safetensors"}}))
+    assert weight_files(tmp_path) == ["model.safetensors", "b.safetensors", "in/a.safetensors"]
+    index.write_text(json.dumps({"weight_map": {"x": "../b.safetensors"}}))
+    with pytest.raises(CheckpointError, match="expected a file inside the directory"):
+        weight_files(tmp_path)
 
 
 # --- mappings ---------------------------------------------------------------------------------------------------------

@@ -7,18 +7,21 @@ import io
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ktft import reference
-from ktft.experts import CpuExperts, ExpertNames
+from ktft.experts import CpuExperts, ExpertNames, check_sources
 from ktft.model import load_model
 from tests.tiny_models import FAMILIES, tiny_checkpoint, tiny_input
 
@@ -270,6 +273,36 @@ def test_layers_that_transformers_ignores_are_ignored(tmp_path: Path) -> None:
     assert len(experts_of(load_model(directory))) == 2
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_a_checkpoint_of_the_base_model(checkpoints: dict[str, Path], tmp_path: Path, family: str) -> None:
+    """Its names lack ``model.``; its head is tied, or has the name it has anyway."""
+    directory = shutil.copytree(checkpoints[family], tmp_path / "base")
+    tensors = load_file(directory / "model.safetensors")
+    renamed = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, directory / "model.safetensors", metadata={"format": "pt"})
+    model = load_model(directory, dtype=torch.float32)
+    expected = logits_and_gradient(load_model(checkpoints[family], dtype=torch.float32))
+    for found, value in zip(logits_and_gradient(model), expected, strict=True):
+        assert torch.equal(found, value)
+    assert_close(logits_and_gradient(model)[0], logits_and_gradient(stock_model(directory))[0], LOGITS)
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_the_default_device_does_not_matter(checkpoints: dict[str, Path], everywhere: bool) -> None:
+    expected = load_model(checkpoints["mixtral"])(tiny_input()).logits
+    if everywhere:
+        torch.set_default_device("meta")
+        try:
+            model = load_model(checkpoints["mixtral"])
+        finally:
+            torch.set_default_device(None)
+    else:
+        with torch.device("meta"):
+            model = load_model(checkpoints["mixtral"])
+    assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
+    assert torch.equal(model(tiny_input()).logits, expected)
+
+
 # --- what may be done to it -------------------------------------------------------------------------------------------
 
 
@@ -298,6 +331,28 @@ def test_the_base_cannot_be_saved_but_its_config_can(checkpoints: dict[str, Path
     assert not (tmp_path / "copy").exists()
     model.config.save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen3_moe"
+
+
+def test_no_model_inside_can_be_saved_and_nothing_through_the_class(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """Each of these would write weights without experts, and onto the source would truncate what is mapped."""
+    directory = shutil.copytree(checkpoints["qwen3_moe"], tmp_path / "base")
+    before = {path.name: path.read_bytes() for path in directory.iterdir()}
+    model = load_model(directory)
+    inner = model.get_submodule(model.base_model_prefix)
+    assert isinstance(inner, PreTrainedModel)
+    for refused in (model, inner, copy.deepcopy(inner), model.base_model, model.get_decoder()):
+        for target in (tmp_path / "new", directory):
+            with pytest.raises(RuntimeError, match="is refused"):
+                refused.save_pretrained(target)
+            with pytest.raises(RuntimeError, match="is refused"):
+                type(refused).save_pretrained(refused, target)
+            with pytest.raises(RuntimeError, match="is refused"):
+                PreTrainedModel.save_pretrained(refused, target, state_dict=model.state_dict())
+    assert not (tmp_path / "new").exists() or not list((tmp_path / "new").iterdir())
+    assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+    check_sources(model)
 
 
 def test_pickling_raises_and_deepcopy_shares(checkpoints: dict[str, Path]) -> None:
@@ -407,6 +462,40 @@ print(message)
     expected = load_model(checkpoints["qwen2_moe"], dtype="float32")(torch.arange(8)[None]).logits.sum().item()
     assert float(value) == expected
     assert message.startswith("cannot load 'somebody/else': no such directory, not in the Hugging Face cache")
+
+
+def test_only_what_a_load_reads_is_downloaded(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub by its own rules for patterns (``filter_repo_objects``); repositories hold other formats and folders."""
+    commit, calls = "0123456789abcdef0123456789abcdef01234567", []
+    repository, cache = tmp_path / "repository", tmp_path / "cache" / commit
+    shutil.copytree(checkpoints["qwen2_moe"], repository)
+    wanted = {path.name for path in repository.iterdir()}
+    assert len(wanted) > 4  # several shards
+    for name in (
+        "consolidated.safetensors",
+        "original/model.safetensors",
+        "checkpoint-9/trainer_state.json",
+        "onnx/model-00001-of-00009.safetensors",
+        "pytorch_model.bin",
+        "modeling_own.py",
+    ):
+        (repository / name).parent.mkdir(exist_ok=True)
+        (repository / name).write_text("{}")
+
+    def download(name: str, *, revision: str | None, **patterns: Any) -> str:
+        calls.append((name, revision))
+        files = [path.relative_to(repository).as_posix() for path in repository.rglob("*") if path.is_file()]
+        for file in filter_repo_objects(files, **patterns):
+            (cache / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(repository / file, cache / file)
+        return str(cache)
+
+    monkeypatch.setattr("ktft.model.snapshot_download", download)
+    assert load_model("somebody/tiny", revision="branch").name_or_path == "somebody/tiny"
+    assert {path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file()} == wanted
+    assert calls == [("somebody/tiny", "branch"), ("somebody/tiny", commit)]
 
 
 def test_no_report_of_the_experts_as_unexpected(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,9 +21,9 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from ktft import families
 from ktft.checkpoint import CheckpointError
-from ktft.experts import CpuExperts
+from ktft.experts import CpuExperts, check_sources
 from ktft.mapping import is_mapped_source
-from ktft.model import load_model
+from ktft.model import _check_complete, load_model
 from tests.tiny_models import tiny_checkpoint, tiny_config, tiny_input
 
 STOCK = modeling_qwen3_moe.Qwen3MoeExperts
@@ -173,6 +177,47 @@ def test_a_file_changed_under_a_model_is_an_error_at_the_next_load(checkpoint: P
     load_model(checkpoint)
 
 
+def test_a_file_written_onto_under_a_model_is_seen_by_check_sources(checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    model = load_model(checkpoint)
+    check_sources(model)
+    check_sources(torch.nn.Linear(2, 2))
+    with path.open("r+b") as file:  # the running model sees the byte at once
+        file.seek(-1, os.SEEK_END)
+        file.write(b"x")
+    os.utime(path, ns=(1, 1))  # however coarse the clock of the file system is
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was written onto while a model"):
+        check_sources(model)
+
+
+@pytest.mark.parametrize("how", ["replaced", "deleted"])
+def test_a_source_that_was_replaced_or_deleted_is_still_what_the_model_runs_on(checkpoint: Path, how: str) -> None:
+    path = checkpoint / "model.safetensors"
+    model = load_model(checkpoint)
+    expected = model(tiny_input()).logits
+    if how == "replaced":
+        other = tiny_checkpoint("qwen3_moe", checkpoint / "other", seed=1) / "model.safetensors"
+        os.replace(other, path)
+    else:
+        path.unlink()
+    check_sources(model)
+    assert torch.equal(model(tiny_input()).logits, expected)
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_every_file_of_every_layer_is_checked(tmp_path: Path, layers: int) -> None:
+    directory = tiny_checkpoint("qwen2_moe", tmp_path, max_shard_size=20_000)
+    model = load_model(directory)
+    experts = model.get_submodule(f"model.layers.{layers}.mlp.experts")
+    assert isinstance(experts, CpuExperts)
+    assert experts.weights is not None
+    assert isinstance(experts.weights.owner, tuple)
+    last = experts.weights.owner[-1]
+    os.utime(last.path, ns=(1, 1))
+    with pytest.raises(CheckpointError, match=f"{last.path.name} was written onto"):
+        check_sources(model)
+
+
 def test_a_file_that_changes_during_the_load_is_an_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = AutoModelForCausalLM.from_pretrained
 
@@ -197,6 +242,64 @@ def test_a_file_that_changes_during_the_load_is_an_error(checkpoint: Path, monke
 def test_paths_that_lead_nowhere(checkpoint: Path, path: str | None, kwargs: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_model(checkpoint if path is None else path, **kwargs)  # type: ignore[arg-type]
+
+
+# --- what would make transformers read something else -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["other.safetensors", "other.safetensors.index.json"])
+def test_other_weights_named_by_the_config_are_refused(checkpoint: Path, name: str) -> None:
+    """transformers would read them, and the experts would come from model.safetensors."""
+    tiny_checkpoint("qwen3_moe", checkpoint / "b", seed=1)
+    os.replace(checkpoint / "b" / "model.safetensors", checkpoint / "other.safetensors")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps({**config, "transformers_weights": name}))
+    with pytest.raises(CheckpointError, match=rf"config\.json names '{name}' as transformers_weights"):
+        load_model(checkpoint)
+
+
+def test_shards_of_a_distributed_checkpoint_are_refused(checkpoint: Path) -> None:
+    shutil.copy(checkpoint / "model.safetensors", checkpoint / "shard-00000-model-00001-of-00001.safetensors")
+    with pytest.raises(CheckpointError, match=r"shard-00000-model-00001-of-00001\.safetensors"):
+        load_model(checkpoint)
+
+
+def test_an_adapter_beside_the_model_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    """transformers would apply it unasked, without its experts."""
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    adapted = peft.get_peft_model(stock, peft.LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"holds an adapter.*load its base with"):
+        load_model(tmp_path / "adapter")
+    shutil.copytree(tmp_path / "adapter", checkpoint, dirs_exist_ok=True)
+    with pytest.raises(CheckpointError, match=r"holds an adapter.*move adapter_config\.json"):
+        load_model(checkpoint)
+
+
+def test_whatever_the_loader_reports_is_an_error(checkpoint: Path) -> None:
+    model = load_model(checkpoint)
+    report: dict[str, Any] = {
+        "missing_keys": set(),
+        "unexpected_keys": set(),
+        "mismatched_keys": set(),
+        "error_msgs": [],
+    }
+    _check_complete(model, report, checkpoint)
+    for field, what in (
+        ("missing_keys", "missing tensors"),
+        ("unexpected_keys", "no use for"),
+        ("mismatched_keys", "misshapen tensors"),
+        ("error_msgs", "errors"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"does not fit Qwen3MoeForCausalLM: .*{what} \['seven'\]"):
+            _check_complete(model, {**report, field: ["seven"]}, checkpoint)
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(40, device="meta"))
+    with pytest.raises(RuntimeError, match=r"no value was loaded for \['model\.norm\.weight'\]"):
+        _check_complete(model, report, checkpoint)
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(40))
+    model.register_buffer("table", torch.ones(2, device="meta"))
+    with pytest.raises(RuntimeError, match=r"no value was loaded for \['table'\]"):
+        _check_complete(model, report, checkpoint)
 
 
 def test_a_directory_without_a_config(tmp_path: Path) -> None:
