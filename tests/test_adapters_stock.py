@@ -131,6 +131,22 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# name -> (dtype of the file, changes to the config): a per-expert file whose down projection has an alpha of its own
+HALF: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "half-bf16-v4": (
+        torch.bfloat16,
+        {
+            "target_modules": ["gate_proj", "up_proj", "down_proj"],
+            "target_parameters": None,
+            "rank_pattern": {},
+            "alpha_pattern": {"down_proj": 7},
+        },
+    ),
+    "half-fp16": (torch.float16, {"alpha_pattern": {r".*\.gate_up_proj": 12, r".*\.down_proj": 7}}),
+    "half-fused": (torch.bfloat16, {"alpha_pattern": {r".*\.gate_up_proj": 12, r".*\.down_proj": 7}}),
+}
+
+
 # --- the stock process ------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +240,16 @@ def _assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+def _half(name: str, source: Path, target: Path) -> None:
+    """An adapter of ktft's as another tool may have written it: in half precision, without ktft's metadata."""
+    dtype, changes = HALF[name]
+    tensors = load_file(source / "adapter_model.safetensors")
+    config = json.loads((source / "adapter_config.json").read_text())
+    target.mkdir()
+    save_file({key: value.to(dtype) for key, value in tensors.items()}, target / "adapter_model.safetensors")
+    (target / "adapter_config.json").write_text(json.dumps({**config, **changes}))
+
+
 @pytest.fixture(scope="module")
 def crossed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """Every case through one stock process: name -> what both sides computed."""
@@ -266,6 +292,15 @@ def crossed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
         model.base_model.set_adapter(active)
         ours["two"][name] = _logits(model)
     jobs.append({"action": "apply_two", "name": "two", "base": bases["mixtral"], "adapter": str(root / "two")})
+    for name in HALF:
+        family = "granitemoe" if name == "half-fused" else "qwen3_moe"
+        model = load_model(bases[family], dtype=torch.float32)
+        model = ktft.adapters.get_peft_model(model, LoraConfig(r=3, lora_alpha=6, target_modules=["experts"]))
+        _randomise(model)
+        model.save_pretrained(root / f"{name}-source")
+        _half(name, root / f"{name}-source", root / name)
+        ours[name] = {"directory": root / name, "family": bases[family]}
+        jobs.append({"action": "apply", "name": name, "base": bases[family], "adapter": str(root / name)})
     for job in jobs:
         job["result"] = str(root / f"{job['name']}.result")
     (root / "jobs.json").write_text(json.dumps(jobs))
@@ -328,6 +363,16 @@ def test_ktft_applies_what_stock_peft_trained(crossed: dict[str, Any], name: str
     model.save_pretrained(tmp_path)
     again = load_adapter(load_model(case["family"], dtype=torch.float32), tmp_path)
     _assert_close(_logits(again), logits)
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_half_precision_and_an_alpha_for_down(crossed: dict[str, Any], name: str) -> None:
+    from ktft.adapters import load_adapter
+    from ktft.model import load_model
+
+    case = crossed[name]
+    model = load_adapter(load_model(case["family"], dtype=torch.float32), case["directory"])
+    _assert_close(_logits(model), case["stock"]["logits"])
 
 
 if __name__ == "__main__":

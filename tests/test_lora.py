@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -263,10 +264,28 @@ def test_two_adapters_in_a_model(base: PreTrainedModel) -> None:
     assert {n.split(".")[-2] for n, p in model.named_parameters() if p.requires_grad} == {"second"}
     model.base_model.set_adapter(["default", "second"])
     both = logits(model)
-    assert not torch.equal(both, first) and not torch.equal(both, second)
+    # One adapter that is the sum of the two by construction: [A; A'] and [s B, s' B'] with scaling 1.
+    model.add_adapter("sum", config(r=5, lora_alpha=5, init_lora_weights=False))
+    with torch.no_grad():
+        for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+            for side, dim in ((layer.lora_A, -2), (layer.lora_B, -1)):
+                names = [name for name in ("default", "second") if name in side]
+                for (_, target), *parts in zip(*(side[n].named_parameters() for n in ("sum", *names)), strict=True):
+                    scaled = [
+                        part if dim == -2 else part * layer.scaling[n]
+                        for n, (_, part) in zip(names, parts, strict=True)
+                    ]
+                    missing = list(target.shape)
+                    missing[dim] -= sum(part.shape[dim] for part in scaled)
+                    target.copy_(torch.cat([*scaled, torch.zeros(missing)], dim=dim))
+    model.set_adapter("sum")
+    summed = logits(model)
+    assert (summed - both).abs().max() <= 1e-5 * both.abs().max()  # DESIGN's bound of fp32 mode
+    assert all((summed - alone).abs().max() > 0.01 * both.abs().max() for alone in (first, second))
     model.set_adapter("default")
     assert torch.equal(logits(model), first)
     model.delete_adapter("second")
+    model.delete_adapter("sum")
     assert all(list(layer.lora_A) == ["default"] for layer in expert_layers(model))
     assert torch.equal(logits(model), first)
 
