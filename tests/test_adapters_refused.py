@@ -16,12 +16,14 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ktft.adapters import AdapterError, KtftPeftModel, get_peft_model, load_adapter
 from ktft.adapters.disk import AdapterTensors
+from ktft.adapters.model import KtftLoraModel
 from ktft.lora import ExpertLora
 from ktft.model import load_model
+from tests.test_adapters_stock import BEYOND
 from tests.tiny_models import tiny_checkpoint, tiny_input
 
 FIELDS: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "experts"], "task_type": "CAUSAL_LM"}
@@ -204,6 +206,21 @@ def test_damaged_metadata(adapter: Path, base: PreTrainedModel, change: dict[str
         load_adapter(base, adapter)
 
 
+def test_ktfts_own_fused_tensors_are_block_diagonal(tmp_path: Path) -> None:
+    """A family whose experts are written fused: gate's columns of B must be zero in up's rows."""
+    AutoModelForCausalLM.from_config(BEYOND["granitemoe"]).save_pretrained(tmp_path / "base")
+    model = get_peft_model(load_model(tmp_path / "base"), LoraConfig(**FIELDS, init_lora_weights=False))
+    model.save_pretrained(tmp_path / "adapter")
+    key = "base_model.model.model.layers.1.block_sparse_moe.experts.base_layer.lora_B.weight"
+    edit_tensors(tmp_path / "adapter", lambda t: t[key][-1, 0].add_(1))
+    with pytest.raises(AdapterError, match=f"{key}' is not block diagonal"):
+        load_adapter(load_model(tmp_path / "base"), tmp_path / "adapter")
+    edit_tensors(tmp_path / "adapter", lambda t: t[key][-1, 0].sub_(1))
+    edit_config(tmp_path / "adapter", rank_pattern={}, r=6)
+    with pytest.raises(AdapterError, match=r"lora_A.weight' is F32 \[12, 28\]; expected \[24, 28\]"):
+        load_adapter(load_model(tmp_path / "base"), tmp_path / "adapter")
+
+
 # --- another base -----------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +396,20 @@ def test_an_injection_that_stops_half_way_is_undone(base: PreTrainedModel, monke
         model.add_adapter("second", given)
     # what PEFT was not to see is back in the caller's config
     assert given.target_modules == {"q_proj", "experts"} and given.rank_pattern == {"experts": 2}
+
+
+def test_an_injection_that_never_starts_gives_the_config_back(
+    base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*args: Any) -> None:
+        raise MemoryError
+
+    model = get_peft_model(base, LoraConfig(**FIELDS))
+    monkeypatch.setattr(KtftLoraModel, "_prepare_adapter_config", stop)
+    given = LoraConfig(**FIELDS)
+    with pytest.raises(MemoryError):
+        model.add_adapter("second", given)
+    assert given.target_modules == {"q_proj", "experts"} and given.target_parameters is None
 
 
 # --- what may be trained ----------------------------------------------------------------------------------------------
