@@ -41,14 +41,16 @@ inline void nt_tile(const Segment* segments, int count, int row, int col, int co
     for (int j = 0; j < kColTile; ++j)  // columns past the edge repeat the last one and are not stored
       b[j] = segment.b + ptrdiff_t(col + (j < cols ? j : cols - 1)) * segment.b_stride;
     const int64_t full = segment.words / Vec::kLanes * Vec::kLanes;
+    // Few rows are bound by memory, and hardware prefetchers start anew where the next rows begin on other pages. Two lines of each
+    // are enough to start them: 6 % for one row of 2048 bf16 (31 GB/s on one thread); 0, 6, 16 or all lines are slower.
+    if constexpr (kRows <= 2) {
+      for (int line = 0; line < 2; ++line)
+        for (int j = 0; j < kColTile; ++j) __builtin_prefetch(b[j] + kColTile * segment.b_stride + 64 * line);
+    }
     for (int64_t k = 0; k < full; k += Vec::kLanes) {
       typename Dot::X bv[kColTile];
 #pragma GCC unroll 4
-      for (int j = 0; j < kColTile; ++j) {
-        bv[j] = Dot::load(b[j] + 4 * k);
-        // Few rows: bound by memory, and hardware prefetchers stop at the page boundary where each row may end.
-        if constexpr (kRows <= 2) __builtin_prefetch(b[j] + kColTile * segment.b_stride + 4 * k);
-      }
+      for (int j = 0; j < kColTile; ++j) bv[j] = Dot::load(b[j] + 4 * k);
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         const typename Dot::X av = Dot::load(a[i] + 4 * k);
