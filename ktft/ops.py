@@ -335,55 +335,24 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
-def _forward_cuda(
-    hidden: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weights: int,
-    lora: list[torch.Tensor],
-    scaling: list[float],
-    adapter_ids: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: int,
-    save: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Hidden states on the accelerator, experts and what backward needs of them on the host."""
-    device = hidden.device
-    hidden, top_k_index, top_k_weights = _to_host(hidden), _to_host(top_k_index), _to_host(top_k_weights)
-    adapter_ids = None if adapter_ids is None else _to_host(adapter_ids)
+def _on_host(arguments: Sequence[Any], device: torch.device) -> list[Any]:
+    """The same arguments with every CUDA tensor copied to pinned memory; waits for the copies."""
+    host = [_to_host(a) if isinstance(a, torch.Tensor) else a for a in arguments]
     torch.cuda.current_stream(device).synchronize()
-    out, saved = _forward_cpu(
-        hidden, top_k_index, top_k_weights, weights, lora, scaling, adapter_ids, dropout_p, dropout_seed, save
-    )
-    return out.pin_memory().to(device, non_blocking=True), saved
+    return host
+
+
+def _forward_cuda(hidden: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states on the accelerator; experts, and what backward needs of them, on the host."""
+    out, saved = _forward_cpu(*_on_host((hidden, *rest), hidden.device))
+    return out.pin_memory().to(hidden.device, non_blocking=True), saved
 
 
 def _backward_cuda(
-    grad: torch.Tensor,
-    saved: torch.Tensor,
-    hidden: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weights: int,
-    lora: list[torch.Tensor],
-    scaling: list[float],
-    adapter_ids: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: int,
-    need_hidden: bool,
-    need_weights: bool,
-    need_lora: list[bool],
+    grad: torch.Tensor, saved: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    device = hidden.device
-    grad, hidden = _to_host(grad), _to_host(hidden)
-    top_k_index, top_k_weights = _to_host(top_k_index), _to_host(top_k_weights)
-    adapter_ids = None if adapter_ids is None else _to_host(adapter_ids)
-    torch.cuda.current_stream(device).synchronize()
-    d_hidden, d_weights, d_lora = _backward_cpu(
-        grad, saved, hidden, top_k_index, top_k_weights, weights, lora, scaling, adapter_ids,
-        dropout_p, dropout_seed, need_hidden, need_weights, need_lora,
-    )  # fmt: skip
-    return d_hidden.to(device), d_weights.to(device), d_lora
+    d_hidden, d_weights, d_lora = _backward_cpu(*_on_host((grad, saved, *rest), grad.device))
+    return d_hidden.to(grad.device), d_weights.to(grad.device), d_lora
 
 
 _library.impl("moe_experts", _forward_cuda, "CUDA")
