@@ -143,14 +143,13 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], FileIdentity]:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Names of the files in which the weights may lie, though they need not be there: the single file, and what the
-    index names if there is one.
+    """Names of the files that hold the weights, whether they are there yet or not: those of the index, or the one file.
 
     Raises:
         CheckpointError: the index is not a valid one.
     """
     path = directory / INDEX_FILE
-    return [SINGLE_FILE, *(sorted(set(_weight_map(path).values())) if path.is_file() else [])]
+    return sorted(set(_weight_map(path).values())) if path.is_file() else [SINGLE_FILE]
 
 
 def _read_index(directory: Path) -> dict[str, str]:

@@ -133,9 +133,11 @@ def _download(name: str, revision: str | None, trust_remote_code: bool) -> Path:
     small = ["*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
     # In the hub's patterns * matches / too.
     directory = Path(snapshot_download(name, revision=revision, allow_patterns=small, ignore_patterns=["*/*"]))
-    # The folder is called by the commit: both downloads are of one, though the branch may move meanwhile.
-    files = [glob.escape(file) for file in weight_files(directory)]
-    return Path(snapshot_download(name, revision=directory.name, allow_patterns=files))
+    files = weight_files(directory)
+    if not all((directory / file).is_file() for file in files):  # asking the hub again may fail where it is not reached
+        # The folder is called by the commit: both downloads are of one, though the branch may move meanwhile.
+        snapshot_download(name, revision=directory.name, allow_patterns=[glob.escape(file) for file in files])
+    return directory
 
 
 def _refuse_adapter(directory: Path) -> None:

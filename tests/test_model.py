@@ -496,6 +496,8 @@ def test_only_what_a_load_reads_is_downloaded(
     assert load_model("somebody/tiny", revision="branch").name_or_path == "somebody/tiny"
     assert {path.relative_to(cache).as_posix() for path in cache.rglob("*") if path.is_file()} == wanted
     assert calls == [("somebody/tiny", "branch"), ("somebody/tiny", commit)]
+    load_model("somebody/tiny")
+    assert calls[2:] == [("somebody/tiny", None)]  # the weights are there
 
 
 def test_no_report_of_the_experts_as_unexpected(
