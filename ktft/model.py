@@ -53,13 +53,19 @@ def load_model(
     # transformers would load onto torch's default device; the probe and the experts are on the CPU in any case.
     with torch.device("cpu"):
         directory = _resolve(path_or_hub_id, revision, trust_remote_code)
-        model = _load(directory, torch.device(device or "cpu"), dtype, recompute, trust_remote_code)
+        hub_id = None if os.path.isdir(path_or_hub_id) else os.fspath(path_or_hub_id)
+        model = _load(directory, hub_id, torch.device(device or "cpu"), dtype, recompute, trust_remote_code)
     model.config._name_or_path = model.name_or_path = os.fspath(path_or_hub_id)
     return model
 
 
 def _load(
-    directory: Path, target: torch.device, dtype: str | torch.dtype | None, recompute: bool, trust_remote_code: bool
+    directory: Path,
+    hub_id: str | None,
+    target: torch.device,
+    dtype: str | torch.dtype | None,
+    recompute: bool,
+    trust_remote_code: bool,
 ) -> PreTrainedModel:
     _refuse_adapter(directory)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
@@ -73,6 +79,8 @@ def _load(
         )
     stock = families.stock_model(config, trust_remote_code=trust_remote_code)
     modules = families.experts_modules(stock)
+    if hub_id is not None:  # only now: nobody wants to wait for the weights of a model that is then refused
+        _download_weights(hub_id, directory)
     checkpoint = Checkpoint(directory)
     tensors = families.expert_tensors(stock, modules, checkpoint.tensors)
     weights = {
@@ -110,7 +118,7 @@ def _load(
 
 
 def _resolve(path_or_hub_id: str | os.PathLike[str], revision: str | None, trust_remote_code: bool) -> Path:
-    """A local directory, from a path or through the hub's cache."""
+    """A local directory, from a path or through the hub's cache; of a hub id everything but the weights."""
     name = os.fspath(path_or_hub_id)
     if os.path.isdir(name):
         if revision is not None:
@@ -118,26 +126,28 @@ def _resolve(path_or_hub_id: str | os.PathLike[str], revision: str | None, trust
         return Path(name)
     if os.path.exists(name) or os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1:
         raise ValueError(f"{name} is not a directory; expected a directory with config.json and safetensors files")
-    try:
-        return _download(name, revision, trust_remote_code)
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, HFValidationError, OSError) as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(
-            f"cannot load {name!r}: no such directory, not in the Hugging Face cache, and not to be had from the hub "
-            f"({first_line})"
-        ) from None
-
-
-def _download(name: str, revision: str | None, trust_remote_code: bool) -> Path:
-    """The files of a hub id that a load reads, and no others: a repository may hold the same weights several times."""
     small = ["*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
     # In the hub's patterns * matches / too.
-    directory = Path(snapshot_download(name, revision=revision, allow_patterns=small, ignore_patterns=["*/*"]))
+    return _from_hub(name, revision, allow=small, ignore=["*/*"])
+
+
+def _download_weights(hub_id: str, directory: Path) -> None:
+    """The files that hold the weights, and no others: a repository may hold the same weights several times."""
     files = weight_files(directory)
     if not all((directory / file).is_file() for file in files):  # asking the hub again may fail where it is not reached
         # The folder is called by the commit: both downloads are of one, though the branch may move meanwhile.
-        snapshot_download(name, revision=directory.name, allow_patterns=[glob.escape(file) for file in files])
-    return directory
+        _from_hub(hub_id, directory.name, allow=[glob.escape(file) for file in files])
+
+
+def _from_hub(hub_id: str, revision: str | None, *, allow: list[str], ignore: list[str] | None = None) -> Path:
+    try:
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=allow, ignore_patterns=ignore))
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, HFValidationError, OSError) as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"cannot load {hub_id!r}: no such directory, not in the Hugging Face cache, and not to be had from the hub "
+            f"({first_line})"
+        ) from None
 
 
 def _refuse_adapter(directory: Path) -> None:
@@ -190,8 +200,8 @@ def _refuse_saving(model: PreTrainedModel) -> None:
     """Make every save_pretrained raise: of the model, and of the models inside it, which lack the experts just as well.
 
     On the instances, not in subclasses: the classes stay the stock ones, and a deep copy keeps the refusal.
-    ``should_save_on_this_rank`` is asked by PreTrainedModel.save_pretrained before it writes anything, and by nothing
-    else; so a call through the class, ``type(model).save_pretrained(model, directory)``, is refused as well.
+    ``should_save_on_this_rank`` is asked by PreTrainedModel.save_pretrained before it writes a file, and by no other
+    code than that which saves; so ``type(model).save_pretrained(model, directory)`` is refused as well.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel):

@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ktft import reference
 from ktft.experts import CpuExperts, ExpertNames, check_sources
+from ktft.families import UnsupportedModelError
 from ktft.model import load_model
-from tests.tiny_models import FAMILIES, tiny_checkpoint, tiny_input
+from tests.tiny_models import FAMILIES, tiny_checkpoint, tiny_config, tiny_input
 
 # Two fp32 implementations that differ in the order of additions only; the project's promise for fp32 mode.
 LOGITS, GRADIENTS = 1e-5, 1e-4
@@ -498,6 +499,12 @@ def test_only_what_a_load_reads_is_downloaded(
     assert calls == [("somebody/tiny", "branch"), ("somebody/tiny", commit)]
     load_model("somebody/tiny")
     assert calls[2:] == [("somebody/tiny", None)]  # the weights are there
+    shutil.rmtree(cache)
+    tiny_config("qwen2_moe", hidden_act="gelu").save_pretrained(repository)
+    with pytest.raises(UnsupportedModelError, match="computes another function"):
+        load_model("somebody/tiny")
+    assert (cache / "config.json").exists()
+    assert not list(cache.rglob("*.safetensors"))  # refused before the weights are fetched
 
 
 def test_no_report_of_the_experts_as_unexpected(
