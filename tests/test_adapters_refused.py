@@ -441,3 +441,15 @@ def test_a_state_dict_drops_nothing_under_the_experts(base: PreTrainedModel, key
     with pytest.raises(RuntimeError, match=rf"experts.*no stacked factors.*'{key}'"):
         model.load_state_dict(state, strict=False)
     model.load_state_dict(model.state_dict())
+
+
+def test_saving_after_the_base_was_written_onto_warns(directory: Path, tmp_path: Path) -> None:
+    """The values trained are kept, but not without a word: the model no longer has the weights it was loaded with."""
+    copy_of_base = tmp_path / "base"
+    shutil.copytree(directory, copy_of_base)
+    model = get_peft_model(load_model(copy_of_base), LoraConfig(**FIELDS))
+    (weights,) = copy_of_base.glob("*.safetensors")
+    weights.touch()
+    with pytest.warns(UserWarning, match="was written onto"):
+        model.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()

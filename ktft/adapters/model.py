@@ -17,6 +17,7 @@ import copy
 import math
 import os
 import re
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,8 +61,9 @@ from ktft.adapters.layout import (
     peft_converts_experts,
     per_expert,
 )
-from ktft.experts import CpuExperts
+from ktft.experts import CpuExperts, check_sources
 from ktft.lora import MERGE_REFUSED, ExpertLora
+from ktft.mapping import CheckpointError
 from ktft.weights import LORA_NAMES
 
 NO_META = "low_cpu_mem_usage=True is not supported: adapters are created with values, and filled in place"
@@ -214,6 +216,10 @@ class KtftPeftModel(PeftModelForCausalLM):
         refuse_resized(model, self.vocabulary)
         refuse_merged(model)
         refuse_trained_base(model)
+        try:
+            check_sources(model)
+        except CheckpointError as error:  # not a refusal: what was trained would be lost over a mere touch of a file
+            warnings.warn(f"saving the adapter all the same: {error}", stacklevel=2)
         for name in names:
             config = self.peft_config[name]
             directory = Path(save_directory) if name == "default" else Path(save_directory) / name
