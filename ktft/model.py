@@ -56,6 +56,8 @@ def load_model(
         hub_id = None if os.path.isdir(path_or_hub_id) else os.fspath(path_or_hub_id)
         model = _load(directory, hub_id, torch.device(device or "cpu"), dtype, recompute, trust_remote_code)
     model.config._name_or_path = model.name_or_path = os.fspath(path_or_hub_id)
+    if hub_id is not None:
+        model.config._commit_hash = directory.name  # a snapshot's folder is called by its commit; adapters record it
     return model
 
 

@@ -3,9 +3,9 @@
     python scripts/measure.py layer    one experts layer, forward and forward+backward, the two sides in turn
     python scripts/measure.py train    training steps of a four-layer model, each side in a process of its own, in turn
 
-Shape: Qwen3-30B-A3B's layer (hidden 2048, intermediate 768, 128 experts, top 8), random bf16 weights in a real file. Stock
-transformers gets the better of its eager and grouped_mm implementations. Prints one JSON object a line; medians, and ratios taken
-pair by pair. Needs about 14 GB of RAM and 6 GB of disk for `train`.
+Shape: Qwen3-30B-A3B's layer (hidden 2048, intermediate 768, 128 experts, top 8), random bf16 weights in a real file.
+Stock transformers gets the better of its eager and grouped_mm implementations. Prints one JSON object a line;
+medians, and ratios taken pair by pair. Needs about 14 GB of RAM and 6 GB of disk for `train`.
 """
 
 from __future__ import annotations
@@ -198,9 +198,20 @@ def train(layers: int, tokens: int, lora: str, rounds: int) -> None:
         for _ in range(rounds):
             for side in results:
                 command = [
-                    sys.executable, __file__, "train-side", "--side", side, "--directory", directory, "--layers", str(layers),
-                    "--train-tokens", str(tokens), "--lora", lora,
-                ]  # fmt: skip
+                    sys.executable,
+                    __file__,
+                    "train-side",
+                    "--side",
+                    side,
+                    "--directory",
+                    directory,
+                    "--layers",
+                    str(layers),
+                    "--train-tokens",
+                    str(tokens),
+                    "--lora",
+                    lora,
+                ]
                 output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                 results[side].append(json.loads(output.strip().splitlines()[-1]))
                 print(json.dumps({"measure": "train", "side": side, "lora": lora, **results[side][-1]}), flush=True)

@@ -161,8 +161,8 @@ def test_a_hundred_forwards_without_backward_leave_memory_flat() -> None:
     for _ in range(100):
         call()
     gc.collect()
-    # What one call keeps for backward. A hundred leaks would be a hundred times that; the rest of the process, in a long
-    # test run, may grow by a little meanwhile.
+    # What one call keeps for backward. A hundred leaks would be a hundred times that; the rest of the process may grow
+    # by a little meanwhile in a long test run.
     saved_kb = 3000 * 2 * 2 * 66 * 2 // 1024
     assert resident_anonymous_kb() - before < 25 * saved_kb
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -70,7 +71,10 @@ def test_a_wheel_installs_and_works_in_another_environment(tmp_path: Path) -> No
         " ExpertWeights.from_tensors(eye, eye, eye))\n"
         "assert torch.allclose(out, torch.sigmoid(torch.ones(1, 8))); print('works')"
     )
-    result = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(
+        [python, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert result.stdout.strip() == "works", result.stderr
     command = subprocess.run(
         [tmp_path / "venv/bin/ktft", "version"], cwd=tmp_path, capture_output=True, text=True, timeout=120
