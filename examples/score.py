@@ -2,16 +2,16 @@
 
     python examples/score.py MODEL examples/data/harbour_heldout.jsonl [--adapter DIR] [--samples 40] [--show]
 
-The same measure as the recipe key ``exact_match_samples``: greedy answers, compared character for character.
+The same measure as the recipe key ``exact_match_samples``: greedy answers, compared character for character. Both are
+asked with the tokenizer and chat template saved beside the adapter, if there are any.
 """
 
 from __future__ import annotations
 
 import argparse
 
-from transformers import AutoTokenizer
-
 import ktft
+from ktft.chat import load_tokenizer
 from ktft.data import read_chats
 from ktft.train import exact_match
 
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
 
     chats = read_chats([arguments.data], ".", arguments.samples)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    tokenizer = load_tokenizer(arguments.model, arguments.adapter)
     model = ktft.load_model(arguments.model)
     for name in ["base", "adapter"] if arguments.adapter else ["base"]:
         if name == "adapter":

@@ -14,11 +14,13 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+import jinja2
 import torch
 from transformers import AutoTokenizer, TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from ktft.adapters import KtftPeftModel, load_adapter
+from ktft.data import TemplateError, stop_ids
 from ktft.model import load_model
 
 Message = dict[str, str]
@@ -26,7 +28,8 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. ``temperature`` 0 takes the likeliest; ``seed`` None draws a new one."""
+    """How tokens are chosen. ``temperature`` 0 takes the likeliest, whatever penalties the model's generation config
+    has; ``seed`` None draws a new one."""
 
     max_new_tokens: int = 512
     temperature: float = 0.0
@@ -42,6 +45,8 @@ class Sampling:
         }
         if self.temperature > 0:
             chosen |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": 0}
+        else:
+            chosen |= {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
         return chosen
 
 
@@ -53,6 +58,33 @@ def sampling(arguments: argparse.Namespace) -> Sampling:
 def opening(system: str | None) -> list[Message]:
     """The messages a conversation starts with."""
     return [] if system is None else [{"role": "system", "content": system}]
+
+
+def load_tokenizer(model: str, adapter: str | None) -> Any:
+    """The tokenizer saved beside the adapter, which is the one it was trained with, if there is one; else the base's.
+
+    Where the two differ in vocabulary or chat template, that is said on standard error.
+    """
+    if adapter is None or not os.path.isfile(os.path.join(adapter, "tokenizer_config.json")):
+        return AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(adapter)
+    try:
+        base: Any = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        return tokenizer  # the base has none to compare with
+    if different := [
+        what
+        for what, same in (
+            ("vocabulary", tokenizer.get_vocab() == base.get_vocab()),
+            ("chat template", tokenizer.chat_template == base.chat_template),
+        )
+        if not same
+    ]:
+        verb = "is" if len(different) == 1 else "are"
+        print(
+            f"note: the {' and '.join(different)} saved with the adapter {verb} used, not the base's", file=sys.stderr
+        )
+    return tokenizer
 
 
 @dataclass
@@ -77,7 +109,7 @@ class Session:
 
     @classmethod
     def load(cls, model: str, adapter: str | None, device: str | None, settings: Sampling) -> Session:
-        """Load base, tokenizer and adapter; ``device`` None takes CUDA if there is a GPU.
+        """Load base, adapter and tokenizer (see :func:`load_tokenizer`); ``device`` None takes CUDA if there is a GPU.
 
         Raises:
             ValueError and its kin: what cannot be found or does not fit.
@@ -85,30 +117,43 @@ class Session:
         transformers_logging.disable_progress_bar()
         transformers_logging.set_verbosity_error()
         model = os.path.expanduser(model)
+        adapter = None if adapter is None else os.path.expanduser(adapter)
         base: Any = load_model(model, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if adapter is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)
-                base = load_adapter(base, os.path.expanduser(adapter))
-        return cls(base.eval(), AutoTokenizer.from_pretrained(model), settings)
+                base = load_adapter(base, adapter)
+        return cls(base.eval(), load_tokenizer(model, adapter), settings)
 
     def answer(self, messages: list[Message]) -> str:
         """Stream the assistant's answer to ``output`` and return it.
 
         Raises:
+            TemplateError: the chat template refuses the messages.
             ValueError: the tokenizer has no chat template.
         """
         if self.tokenizer.chat_template is None:
             raise ValueError("the tokenizer has no chat template; use ktft generate --raw")
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except jinja2.TemplateError as error:
+            raise TemplateError(f"the chat template refuses this conversation: {error}") from error
         return self._generate(text, add_special_tokens=False)
 
     def continue_text(self, text: str) -> str:
-        """Stream the continuation of plain text to ``output`` and return it."""
+        """Stream the continuation of plain text to ``output`` and return it.
+
+        Raises:
+            ValueError: the text has no tokens, and the tokenizer adds none.
+        """
         return self._generate(text, add_special_tokens=True)
 
     def _generate(self, text: str, add_special_tokens: bool) -> str:
         batch = self.tokenizer(text, add_special_tokens=add_special_tokens, return_tensors="pt").to(self.model.device)
+        if batch["input_ids"].shape[1] == 0:
+            raise ValueError("the prompt is empty: there is no token to continue")
+        stop = stop_ids(self.tokenizer, self.model.generation_config)
+        pad = next((token for token in (self.tokenizer.pad_token_id, *stop) if token is not None), None)
         streamer = _Streamer(self.tokenizer, self.output)
         off = self.has_adapter and not self.adapter_on
         with torch.inference_mode(), self.model.disable_adapter() if off else contextlib.nullcontext():
@@ -116,9 +161,8 @@ class Session:
                 self.model.generate(
                     input_ids=batch["input_ids"],
                     attention_mask=batch["attention_mask"],
-                    pad_token_id=self.tokenizer.pad_token_id
-                    if self.tokenizer.pad_token_id is not None
-                    else self.tokenizer.eos_token_id,
+                    eos_token_id=stop or None,
+                    pad_token_id=pad,
                     streamer=streamer,
                     use_cache=True,
                     **self.sampling.arguments(),
@@ -176,6 +220,9 @@ def loop(session: Session, *, system: str | None = None) -> int:
         except KeyboardInterrupt:
             messages.pop()
             print("(stopped; this exchange is forgotten)")
+        except TemplateError as error:
+            messages.pop()
+            print(f"({error}; this message is forgotten)")
 
 
 def _switch(session: Session, line: str) -> str:
@@ -190,4 +237,4 @@ def _switch(session: Session, line: str) -> str:
     return f"(adapter {'on' if session.adapter_on else 'off'})"
 
 
-__all__ = ["Sampling", "Session", "loop", "opening", "sampling"]
+__all__ = ["Sampling", "Session", "load_tokenizer", "loop", "opening", "sampling"]

@@ -20,6 +20,7 @@ from ktft.data import (
     collate,
     encode_chat,
     encode_chats,
+    end_of_turn_ids,
     read_chats,
     split_held_out,
 )
@@ -110,6 +111,22 @@ def test_special_tokens_inside_an_answer_stay_inside():
 def test_a_template_that_cannot_be_masked_is_refused(template, complaint):
     with pytest.raises(TemplateError, match=complaint):
         encode_chat(tiny_tokenizer(template), chat("x", "a longer answer"))
+
+
+TRAILING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt else '<|return|>' }}"
+)
+"""Ends the chat, but no turn: what follows an answer inside the chat is the next turn's header."""
+
+
+def test_the_header_of_the_next_turn_is_no_end_of_turn():
+    tokenizer = tiny_tokenizer(TRAILING)
+    assert labelled(tokenizer, encode_chat(tokenizer, chat("a", "b"))) == ["b\n<|return|>"]
+    for messages in (chat("a", "b", "c", "d"), chat("a", "b", "c")):
+        with pytest.raises(TemplateError, match=r"writes '<\|im_start\|>' after message 2, but '<\|return\|>' if"):
+            encode_chat(tokenizer, messages)
+    assert tokenizer.convert_ids_to_tokens(end_of_turn_ids(tokenizer)) == ["<|return|>"]
 
 
 def test_truncation_is_counted_and_what_keeps_no_label_is_dropped():

@@ -6,7 +6,7 @@ together with truncation and counts, and collates.
 
 from ktft.data.dataset import ChatDataset, DatasetReport, collate, encode_chats, split_held_out
 from ktft.data.files import Chat, DataError, read_chats
-from ktft.data.masks import IGNORE, EncodedChat, TemplateError, encode_chat
+from ktft.data.masks import IGNORE, EncodedChat, TemplateError, encode_chat, end_of_turn_ids, stop_ids
 
 __all__ = [
     "IGNORE",
@@ -19,6 +19,8 @@ __all__ = [
     "collate",
     "encode_chat",
     "encode_chats",
+    "end_of_turn_ids",
     "read_chats",
     "split_held_out",
+    "stop_ids",
 ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ktft.data import Chat
+from ktft.data import Chat, stop_ids
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,9 @@ def exact_match(
 ) -> Score:
     """Score the last assistant turn of each chat; what comes before it is the prompt.
 
-    White space around an answer is ignored, nothing else is.
+    White space around an answer is ignored, nothing else is. An answer ends where training taught it to
+    (:func:`ktft.data.stop_ids`), and each of its tokens is the likeliest: a repetition penalty in the model's
+    generation config is not applied.
 
     Args:
         model: anything with transformers' ``generate``.
@@ -49,27 +51,35 @@ def exact_match(
     # as a batch, with a copy of the vocabulary matrix per prompt: 1.1 GB for 20 prompts of SmolLM2. Contiguous rows are
     # one product.
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: (args[0].contiguous(),))
-    for begin in range(0, len(prompts), batch_size):
-        batch = tokenizer(
-            prompts[begin : begin + batch_size],
-            add_special_tokens=False,
-            padding=True,
-            padding_side="left",
-            return_tensors="pt",
-        ).to(model.device)
-        with torch.inference_mode():
-            ids = model.generate(
-                input_ids=batch["input_ids"],
-                attention_mask=batch["attention_mask"],
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                num_beams=1,
-                use_cache=True,
-            )
-        texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        answers += [text.strip() for text in texts]
-    hook.remove()
-    model.train(was_training)
+    stop = stop_ids(tokenizer, model.generation_config)
+    pad = next((token for token in (tokenizer.pad_token_id, *stop) if token is not None), None)
+    try:
+        for begin in range(0, len(prompts), batch_size):
+            batch = tokenizer(
+                prompts[begin : begin + batch_size],
+                add_special_tokens=False,
+                padding=True,
+                padding_side="left",
+                return_tensors="pt",
+            ).to(model.device)
+            with torch.inference_mode():
+                ids = model.generate(
+                    input_ids=batch["input_ids"],
+                    attention_mask=batch["attention_mask"],
+                    max_new_tokens=max_new_tokens,
+                    do_sample=False,
+                    num_beams=1,
+                    repetition_penalty=1.0,
+                    no_repeat_ngram_size=0,
+                    eos_token_id=stop or None,
+                    pad_token_id=pad,
+                    use_cache=True,
+                )
+            texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+            answers += [text.strip() for text in texts]
+    finally:
+        hook.remove()
+        model.train(was_training)
     right = sum(answer == reference for answer, reference in zip(answers, references, strict=True))
     return Score(right, len(chats), tuple(answers))
 
