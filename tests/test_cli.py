@@ -19,7 +19,7 @@ import ktft
 from ktft import chat as chat_module
 from ktft import cli
 from ktft.adapters import get_peft_model
-from tests.tiny_chat import chat, tiny_chat_model, tiny_tokenizer
+from tests.tiny_chat import CHATML, chat, tiny_chat_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = ("train", "chat", "generate", "doctor", "version")
@@ -100,6 +100,7 @@ def test_errors_are_one_line(tmp_path: Path, base: Path, capsys: pytest.CaptureF
         (["generate", str(tmp_path / "none"), "--prompt", "x"], "none is not a directory"),
         (["generate", str(base), "--adapter", str(tmp_path), "--prompt", "x"], "adapter"),
         (["generate", str(base), "--prompt", "x", "--raw", "--system", "y"], "--system and --raw conflict"),
+        (["generate", str(base), "--prompt", "", "--raw"], "the prompt is empty"),
     ):
         assert cli.main(arguments) == 1
         captured = capsys.readouterr()
@@ -212,6 +213,28 @@ def test_an_interrupted_answer_is_forgotten(
     assert chat_module.loop(session, system="Be kind.") == 0
     assert asked[1:] == [chat("two", system="Be kind."), chat("two", "fine", "three", system="Be kind.")]
     assert "this exchange is forgotten" in capsys.readouterr().out
+
+
+def test_a_refused_message_does_not_end_the_conversation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    picky = CHATML.replace(
+        "{% for m in messages %}",
+        "{% for m in messages %}{% if 'tar' in m.content %}{{ raise_exception('no tar, please') }}{% endif %}",
+        1,
+    )
+    base = tiny_chat_model(tmp_path / "picky", picky)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("first\ntar\nsecond\n"))
+    assert cli.main(["chat", str(base), "--max-new-tokens", "5"]) == 0
+    plain = expected_answer(base, chat("first"), 5)
+    followed = expected_answer(base, chat("first", plain, "second"), 5)
+    assert capsys.readouterr().out == (
+        f"{plain}\n"
+        "(the chat template refuses this conversation: no tar, please; this message is forgotten)\n"
+        f"{followed}\n"
+    )
+    assert cli.main(["generate", str(base), "--prompt", "tar"]) == 1
+    assert "error: the chat template refuses this conversation: no tar, please" in capsys.readouterr().err
 
 
 def test_answers_are_streamed(base: Path):

@@ -177,12 +177,58 @@ GOOD = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "c
         ('{"messages": [{"role": "user", "content": null}]}', "content must be text, found NoneType"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "no message of the assistant"),
         ('{"messages": [{"role": "assistant", "content": "a", "tool_calls": [1]}]}', r"\['tool_calls'\] are not read"),
+        ('{"messages": [{"role": "assistant", "content": "a"}]}', "message 1: the chat begins with the assistant"),
+        (GOOD.replace("user", "assistant"), "message 1: the chat begins with the assistant"),
+        (
+            GOOD.replace("}]}", '}, {"role": "assistant", "content": "c"}]}'),
+            "message 3: two messages of the assistant in",
+        ),
+        *(
+            (GOOD.replace("}]}", f', "{key}": {value}}}]}}'), rf"message 2: \['{key}'\] are not read")
+            for key, value in (("weight", "0"), ("weight", "0.0"), ("train", "false"), ("name", '"Bo"'), ("x", "[0]"))
+        ),
+        *(
+            (GOOD[:-1] + f', "{key}": {value}}}', rf"the record's \['{key}'\] are not read")
+            for key, value in (
+                ("tools", '[{"name": "f"}]'),
+                ("functions", '"[]"'),
+                ("system", '"Be brief."'),
+                ("images", '["a.png"]'),
+                ("videos", "[0]"),
+                ("audios", "false"),
+            )
+        ),
     ],
 )
 def test_a_bad_record_is_named_by_file_and_line(tmp_path: Path, line: str, complaint: str):
     path = tmp_path / "chats.jsonl"
     path.write_text(f"{GOOD}\n\n{line}\n", encoding="utf-8")
     with pytest.raises(DataError, match=rf"chats\.jsonl:3.*{complaint}"):
+        read_chats([str(path)], "data")
+
+
+def test_keys_that_say_nothing_are_no_error(tmp_path: Path):
+    path = tmp_path / "chats.jsonl"
+    empty = ', "weight": null, "name": "", "tool_calls": [], "extra": {}}]}'
+    record = GOOD.replace("}]}", empty)[:-1] + ', "id": 7, "source": "log", "system": "", "tools": [], "images": null}'
+    path.write_text(record, encoding="utf-8")
+    assert read_chats([str(path)], "data")[0].messages == json.loads(GOOD)["messages"]
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_a_byte_order_mark_is_skipped_and_other_encodings_are_named(tmp_path: Path, suffix: str):
+    path = tmp_path / f"chats.{suffix}"
+    text = f"[{GOOD}]" if suffix == "json" else GOOD
+    path.write_text(text, encoding="utf-8-sig")
+    assert read_chats([str(path)], "data")[0].messages == json.loads(GOOD)["messages"]
+    info = {"it": {"file_name": path.name, "formatting": "sharegpt", "columns": {"messages": "messages"}}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8-sig")
+    with pytest.raises(DataError, match="expected keys 'from' and 'value'"):
+        read_chats(["it"], str(tmp_path))  # dataset_info.json itself was read
+    path.write_text(text.replace('"b"', '"é"'), encoding="latin-1")
+    with pytest.raises(
+        DataError, match=rf"chats\.{suffix} is not UTF-8 \(byte {len(text) - 5 - (suffix == 'json')} is 0xe9"
+    ):
         read_chats([str(path)], "data")
 
 
@@ -275,3 +321,5 @@ def check_real(tokenizer, messages, expected):
     encoded = encode_chat(tokenizer, messages)
     assert encoded.input_ids == tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"]
     assert labelled(tokenizer, encoded) == expected
+    (end,) = end_of_turn_ids(tokenizer)
+    assert all(text.endswith(tokenizer.decode([end])) for text in expected)

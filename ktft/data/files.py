@@ -1,13 +1,14 @@
 """Reads chat records from .json and .jsonl files and checks every one of them.
 
 A record is ``{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}``, roles system,
-user and assistant, with at least one assistant turn. A data set is named by its file, or by an entry of
-``dataset_info.json`` in the data directory (LLaMA-Factory's form): ``{"name": {"file_name": "x.jsonl", "formatting":
-"sharegpt", "columns": {"messages": "messages"}, "tags": {"role_tag": "role", "content_tag": "content", "user_tag":
-"user", "assistant_tag": "assistant", "system_tag": "system"}}}``.
+user and assistant, with at least one assistant turn, each of which answers another's message before it. A data set is
+named by its file, or by an entry of ``dataset_info.json`` in the data directory (LLaMA-Factory's form): ``{"name":
+{"file_name": "x.jsonl", "formatting": "sharegpt", "columns": {"messages": "messages"}, "tags": {"role_tag": "role",
+"content_tag": "content", "user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}}}``.
 
-A record that is not of this form is a :class:`DataError` that names file and line; none is skipped. Tool calls, images
-and other layouts (alpaca) are refused by name in this version.
+A record that is not of this form is a :class:`DataError` that names file and line; none is skipped. Tool calls, images,
+weights of single turns and other layouts (alpaca) are refused by name in this version; keys of a record that only
+describe it (an id, a source) are not read. Files are UTF-8, with or without a byte order mark.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from pathlib import Path
 from typing import Any
 
 ROLES = ("system", "user", "assistant")
+
+MEANINGFUL = ("tools", "functions", "system", "images", "videos", "audios")
+"""Keys of a record that would change what is learned, so that ignoring them would be wrong."""
 
 
 class DataError(ValueError):
@@ -82,7 +86,7 @@ def _locate(name: str, directory: Path) -> tuple[Path, _Layout]:
             "set dataset_dir, or name a .json or .jsonl file"
         )
     try:
-        info = json.loads(info_path.read_text(encoding="utf-8"))
+        info = json.loads(_text(info_path))
     except ValueError as error:
         raise DataError(f"{info_path} is not valid JSON: {error}") from None
     if name not in info:
@@ -116,9 +120,24 @@ def _locate(name: str, directory: Path) -> tuple[Path, _Layout]:
     return path, layout
 
 
+def _text(path: Path) -> str:
+    """The file's text, without a byte order mark."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8 (byte {error.start} is 0x{error.object[error.start]:02x}); convert it to UTF-8"
+        ) from None
+
+
+def _empty(value: Any) -> bool:
+    """Whether a key with this value says nothing; 0 and false say something."""
+    return value is None or value in ("", [], {})
+
+
 def _records(path: Path) -> Iterator[tuple[Any, str]]:
     """(record, where) of every record in a file."""
-    text = path.read_text(encoding="utf-8")
+    text = _text(path)
     if path.suffix == ".jsonl":
         for number, line in enumerate(text.split("\n"), start=1):
             if line.strip():
@@ -141,19 +160,35 @@ def _chat(record: Any, where: str, layout: _Layout) -> Chat:
     if not isinstance(record, dict) or not isinstance(record.get(layout.column), list) or not record[layout.column]:
         found = sorted(record) if isinstance(record, dict) else type(record).__name__
         raise DataError(f"{where}: expected a record with a list {layout.column!r}, found {found}")
+    if unread := [key for key in MEANINGFUL if key != layout.column and not _empty(record.get(key))]:
+        raise DataError(
+            f"{where}: the record's {unread} are not read by this version "
+            "(text chats only; a system prompt is the first message)"
+        )
     roles = dict(zip(layout.names, ROLES, strict=True))
-    messages = []
+    messages: list[dict[str, str]] = []
     for number, message in enumerate(record[layout.column], start=1):
         here = f"{where}: message {number}"
         if not isinstance(message, dict) or not {layout.role, layout.content} <= message.keys():
             raise DataError(f"{here}: expected keys {layout.role!r} and {layout.content!r}, found {message!r:.80}")
-        if extra := sorted(key for key in message.keys() - {layout.role, layout.content} if message[key]):
-            raise DataError(f"{here}: {extra} are not read by this version (text chats only)")
+        if extra := sorted(key for key in message.keys() - {layout.role, layout.content} if not _empty(message[key])):
+            raise DataError(
+                f"{here}: {extra} are not read by this version (text chats only, every answer learned alike)"
+            )
         role, content = message[layout.role], message[layout.content]
         if not isinstance(role, str) or role not in roles:
             raise DataError(f"{here}: role {role!r} is not one of {', '.join(layout.names)}")
         if not isinstance(content, str):
             raise DataError(f"{here}: content must be text, found {type(content).__name__}")
+        if roles[role] == "assistant" and not messages:
+            raise DataError(
+                f"{here}: the chat begins with the assistant, so there is nothing it answers; "
+                "remove this message or put one before it"
+            )
+        if roles[role] == "assistant" and messages[-1]["role"] == "assistant":
+            raise DataError(
+                f"{here}: two messages of the assistant in a row; join them or put what was asked between them"
+            )
         messages.append({"role": roles[role], "content": content})
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{where}: no message of the assistant, so there is nothing to learn")
