@@ -21,7 +21,8 @@ The recipe is a YAML file; its keys carry LLaMA-Factory's names. Overrides come 
 
   ktft train recipes/quickstart.yaml output_dir=saves/try max_steps=20 learning_rate=5e-4
 
-Ctrl-C finishes the step and saves a checkpoint; go on with resume_from_checkpoint=true.
+Ctrl-C finishes the step and saves a checkpoint. To go on, give the same command once more with
+overwrite_output_dir=false resume_from_checkpoint=true added.
 """
 
 CHAT_EPILOG = """\

@@ -101,6 +101,7 @@ class Recipe:
     resume_from_checkpoint: bool | str | None = None
     """True: the newest checkpoint in ``output_dir``; or a checkpoint's path."""
     logging_steps: int = 10
+    logging_first_step: bool = False
     save_steps: int = 500
     save_strategy: Literal["steps", "epoch", "no"] = "steps"
     save_total_limit: int | None = None

@@ -1,9 +1,10 @@
-"""Training: loss normalisation, what is trained and what stays, resuming, Ctrl-C, output directories, scoring."""
+"""Training: loss normalisation, what is trained and what stays, resuming, Ctrl-C, divergence, scoring."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -14,7 +15,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 from ktft.config import Recipe, make_recipe
 from ktft.data import IGNORE, Chat, ChatDataset, EncodedChat, collate, read_chats
@@ -22,12 +22,12 @@ from ktft.lora import ExpertLora
 from ktft.train import exact_match, run
 from ktft.train.callbacks import Progress, read_log
 from ktft.train.report import plot_loss
-from ktft.train.run import build_model, load_tokenizer, make_trainer, open_output, prepare_base
+from ktft.train.run import build_model, load_tokenizer, make_trainer, prepare_base
 from ktft.weights import LORA_NAMES
 from tests.tiny_chat import chat, tiny_chat_model, tiny_tokenizer, write_chats
+from tests.tiny_train import in_loss, one_step, recipe, tiny_data
 
 ROOT = Path(__file__).parents[1]
-WORDS = "salt tar rye rope tea coal lime wool".split()
 
 
 @pytest.fixture(scope="module")
@@ -37,63 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    chats = [chat(f"log {n} {word}", f"{word} " * (1 + n % 4)) for n, word in enumerate(WORDS + WORDS[:3])]
-    return write_chats(tmp_path_factory.mktemp("data") / "chats.jsonl", chats)
-
-
-def recipe(base: Path, data: Path, output: Path, **keys) -> Recipe:
-    return make_recipe(
-        {
-            "model_name_or_path": str(base),
-            "dataset": str(data),
-            "output_dir": str(output),
-            "bf16": False,
-            "device": "cpu",
-            "lora_rank": 3,
-            "lora_target": "q_proj,v_proj,experts",
-            "learning_rate": 1e-2,
-            "per_device_train_batch_size": 2,
-            "max_steps": 2,
-            "logging_steps": 1,
-            **keys,
-        }
-    )
-
-
-def in_loss(number: int, of: int) -> EncodedChat:
-    """A sample of ``of`` tokens whose last ``number`` carry loss."""
-    ids = torch.randint(20, 200, (of,), generator=torch.Generator().manual_seed(of)).tolist()
-    return EncodedChat(ids, [IGNORE] * (of - number) + ids[of - number :])
-
-
-class Gradients(TrainerCallback):
-    """Keeps the gradients the first optimizer step would use, and their norm."""
-
-    def __init__(self) -> None:
-        self.values: dict[str, torch.Tensor] = {}
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        if not self.values:
-            self.values = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    @property
-    def norm(self) -> float:
-        return float(sum(value.double().pow(2).sum() for value in self.values.values()) ** 0.5)
-
-
-def one_step(base: Path, data: Path, output: Path, samples: list[EncodedChat], **keys) -> tuple[Gradients, Progress]:
-    settings = recipe(base, data, output, max_steps=1, save_strategy="no", **keys)
-    torch.manual_seed(0)
-    model = build_model(settings, str(base))
-    with torch.no_grad():  # B = 0 would leave A without gradient
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.1)
-    gradients = Gradients()
-    output.mkdir(parents=True)
-    progress = Progress(output / "log.jsonl")
-    make_trainer(settings, model, tiny_tokenizer(), ChatDataset(samples), None, [progress, gradients]).train()
-    return gradients, progress
+    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 def test_accumulated_micro_batches_equal_one_batch(base: Path, data: Path, tmp_path: Path):
@@ -261,43 +205,73 @@ def test_three_steps_interrupted_and_resumed_equal_six(
     assert told("whole") == told("parts") and len(told("whole")) == 6
 
 
+def test_the_balance_loss_of_a_frozen_router_is_switched_off(
+    base: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    """A base with ``output_router_logits``: loss and gradients are those without, however the batch is cut up."""
+    balanced = tmp_path / "balanced"
+    shutil.copytree(base, balanced)
+    config = json.loads((balanced / "config.json").read_text())
+    config |= {"output_router_logits": True, "router_aux_loss_coef": 1.0}
+    (balanced / "config.json").write_text(json.dumps(config))
+    samples = [in_loss(1, 12), in_loss(7, 15)]
+    plain, _ = one_step(base, data, tmp_path / "plain", samples)
+    assert "output_router_logits" not in capsys.readouterr().out
+    whole, _ = one_step(balanced, data, tmp_path / "whole", samples)
+    assert "note: output_router_logits of the base's config is switched off" in capsys.readouterr().out
+    assert all(torch.equal(value, whole.values[name]) for name, value in plain.values.items())
+    one_step(balanced, data, tmp_path / "cut", samples, per_device_train_batch_size=1, gradient_accumulation_steps=2)
+    losses = [read_log(tmp_path / name / "log.jsonl")[0]["loss"] for name in ("plain", "whole", "cut")]
+    assert losses[0] == losses[1] == pytest.approx(losses[2], rel=1e-5)
+
+
+def test_divergence_ends_the_run_before_anything_is_saved(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    settings = recipe(base, data, tmp_path / "out", max_steps=5, save_steps=1, logging_steps=1)
+    on_step_end = Progress.on_step_end
+
+    def spoil(self, args, state, control, model=None, **kwargs):
+        on_step_end(self, args, state, control, **kwargs)
+        if state.global_step == 2:  # after the update, before checkpoint 2 is written
+            self.spoilt = model
+        if state.global_step == 3:
+            raise AssertionError("the step was made")
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            with torch.no_grad():
+                for name, parameter in self.spoilt.named_parameters():
+                    if "experts" in name and "lora_B" in name:
+                        parameter.fill_(math.inf)
+
+    monkeypatch.setattr(Progress, "on_step_end", spoil)
+    monkeypatch.setattr(Progress, "on_save", on_save)
+    with pytest.raises(RuntimeError, match=r"training diverged: the loss at step 3 is nan; .*checkpoint-2\. Try"):
+        run(settings)
+    assert [entry["step"] for entry in read_log(tmp_path / "out/log.jsonl")] == [1, 2]
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert not (tmp_path / "out/adapter_model.safetensors").exists()
+
+
+def test_a_gradient_that_is_not_finite_does_not_reach_the_weights(base: Path, data: Path, tmp_path: Path):
+    settings = recipe(base, data, tmp_path / "out", gradient_accumulation_steps=2, per_device_train_batch_size=1)
+    model = build_model(settings, str(base))
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    spoilt = next(parameter for name, parameter in model.named_parameters() if "lora_B" in name)
+    spoilt.register_hook(lambda gradient: gradient * math.inf)
+    samples = ChatDataset([in_loss(1, 12), in_loss(7, 15)])
+    trainer = make_trainer(settings, model, tiny_tokenizer(), samples, None, [])
+    with pytest.raises(RuntimeError, match=r"the gradient norm at step 1 is (inf|nan); there is no checkpoint yet"):
+        trainer.train()
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
 def test_gradient_checkpointing_gives_the_same_bits(base: Path, data: Path, tmp_path: Path):
     samples = [in_loss(5, 12), in_loss(7, 15)]
     kept, _ = one_step(base, data, tmp_path / "kept", samples, lora_dropout=0.2)
     again, _ = one_step(base, data, tmp_path / "again", samples, lora_dropout=0.2, disable_gradient_checkpointing=False)
     assert all(torch.equal(value, again.values[name]) for name, value in kept.values.items())
-
-
-def test_output_directory_is_not_overwritten_unasked(base: Path, data: Path, tmp_path: Path):
-    output = tmp_path / "out"
-    assert open_output(recipe(base, data, output)) is None
-    output.mkdir()
-    assert open_output(recipe(base, data, output)) is None
-    (output / "mine.txt").write_text("x")
-    with pytest.raises(ValueError, match="is not empty; give another one, overwrite_output_dir=true"):
-        open_output(recipe(base, data, output))
-    with pytest.raises(ValueError, match="holds no complete checkpoint"):
-        open_output(recipe(base, data, output, resume_from_checkpoint=True))
-    for step in (3, 12):
-        checkpoint = output / f"checkpoint-{step}"
-        checkpoint.mkdir()
-        for name in ("optimizer.pt", "scheduler.pt", "adapter_model.safetensors"):
-            (checkpoint / name).write_text("x")
-    with pytest.raises(ValueError, match="holds no complete checkpoint"):
-        open_output(recipe(base, data, output, resume_from_checkpoint=True))
-    (output / "checkpoint-3/trainer_state.json").write_text("{}")
-    (output / "checkpoint-12/trainer_state.json").write_text("{")  # a save that was killed
-    assert open_output(recipe(base, data, output, resume_from_checkpoint=True)) == str(output / "checkpoint-3")
-    (output / "checkpoint-12/trainer_state.json").write_text("{}")
-    assert open_output(recipe(base, data, output, resume_from_checkpoint=True)) == str(output / "checkpoint-12")
-    named = str(output / "checkpoint-3")
-    assert open_output(recipe(base, data, output, resume_from_checkpoint=named)) == named
-    with pytest.raises(ValueError, match="resume_from_checkpoint: nowhere is not a complete checkpoint"):
-        open_output(recipe(base, data, output, resume_from_checkpoint="nowhere"))
-    assert open_output(recipe(base, data, output, overwrite_output_dir=True)) is None
-    assert [path.name for path in output.iterdir()] == ["mine.txt"]
-    with pytest.raises(ValueError, match="is a file"):
-        open_output(recipe(base, data, output / "mine.txt"))
 
 
 def test_a_second_interrupt_stops_at_once():

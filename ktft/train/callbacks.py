@@ -35,6 +35,11 @@ class Progress(TrainerCallback):
         self._window_seconds = self._began = 0.0
         self._bar: Any = None
 
+    def close(self) -> None:
+        """End the bar's line, whatever ended training."""
+        if self._bar is not None:
+            self._bar.close()
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
@@ -87,12 +92,12 @@ class Progress(TrainerCallback):
         else:
             return  # the Trainer's closing totals; the summary has them
         with open(self.log, "a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+            file.write(json.dumps(entry, allow_nan=False) + "\n")
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._bar.close()
+        self.close()
 
     def say(self, line: str) -> None:
         """A line above the bar."""
@@ -100,13 +105,16 @@ class Progress(TrainerCallback):
 
 
 class SaveOnInterrupt(TrainerCallback):
-    """Ctrl-C ends training after the step that is running, with a checkpoint. A second Ctrl-C stops at once.
+    """Ctrl-C ends training after the step that is running, with a checkpoint to resume from, even if the recipe saves
+    adapters only. A second Ctrl-C stops at once. After the last step there is nothing to interrupt: the run ends as it
+    would have.
 
     A context manager: the signal is ours inside it only. Needs the main thread, as signals do.
     """
 
     def __init__(self) -> None:
         self.interrupted = False
+        self.done = False
         self._previous: Any = None
 
     def __enter__(self) -> SaveOnInterrupt:
@@ -120,23 +128,40 @@ class SaveOnInterrupt(TrainerCallback):
         if self.interrupted:
             raise KeyboardInterrupt
         self.interrupted = True
-        tqdm.write(
-            "interrupted: finishing this step and saving a checkpoint (Ctrl-C again to stop at once)", file=sys.stderr
+        doing = (
+            "training is done; finishing up"
+            if self.done
+            else "interrupted: finishing this step and saving a checkpoint"
         )
+        tqdm.write(f"{doing} (Ctrl-C again to stop at once)", file=sys.stderr)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        if self.interrupted:
+        self.done = state.global_step >= state.max_steps
+        if self.interrupted and not self.done:
+            args.save_only_model = False
             control.should_save = control.should_training_stop = True
         return control
 
 
 def read_log(path: Path) -> list[dict[str, float]]:
-    """The entries of a log file, none if there is no file."""
+    """The entries of a log file, none if there is no file. A last line that was cut short is left out.
+
+    Raises:
+        ValueError: another line is not JSON.
+    """
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = path.read_bytes().splitlines()
+    entries = []
+    for number, line in enumerate(lines, 1):
+        try:
+            entries.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+    return entries
 
 
 def _drop_after(path: Path, step: int) -> None:

@@ -60,7 +60,7 @@ class Summary:
 
     def write(self, path: Path) -> None:
         """As JSON, answers included."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(asdict(self), indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def peak_rss_gb() -> float:

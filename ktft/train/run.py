@@ -8,17 +8,15 @@ mistakes show early), load the model, add LoRA, score, train, score, save. What 
     recipe.yaml, log.jsonl, summary.json, loss.png   what was asked for, and what happened
     checkpoint-<step>/                               to resume from
 
-The router is frozen, and the auxiliary balance loss is whatever the model's config says: it is part of the loss only
-with ``output_router_logits: true`` in the config, and the held-out loss then contains it as well.
+The loss is the mean over answer tokens and nothing else. The auxiliary balance loss of a base whose config has
+``output_router_logits: true`` is switched off, with a notice: the router is frozen, so there is no balance to train.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import time
@@ -37,11 +35,19 @@ from ktft.config import Recipe
 from ktft.data import Chat, ChatDataset, collate, encode_chats, read_chats, split_held_out
 from ktft.model import load_model
 from ktft.train.callbacks import Progress, SaveOnInterrupt, read_log
+from ktft.train.output import (
+    LOG,
+    PLOT,
+    RECIPE,
+    SUMMARY,
+    check_unfinished,
+    clear_output,
+    open_output,
+    total_steps,
+)
 from ktft.train.report import Summary, peak_rss_gb, plot_loss
 from ktft.train.score import Score, exact_match
 from ktft.train.trainer import AdapterTrainer
-
-LOG, PLOT, SUMMARY, RECIPE = "log.jsonl", "loss.png", "summary.json", "recipe.yaml"
 
 
 def run(recipe: Recipe) -> Summary:
@@ -52,11 +58,13 @@ def run(recipe: Recipe) -> Summary:
         state.
 
     Raises:
-        ValueError: what is wrong with the recipe, the data, the output directory or the checkpoint to resume from.
-        RuntimeError: the ``prepare`` program failed.
+        ValueError: what is wrong with the recipe, the machine, the data, the output directory or the checkpoint to
+        resume from.
+        RuntimeError: the ``prepare`` program failed, or training diverged.
     """
     began = time.perf_counter()
     output = Path(recipe.output_dir)
+    check_machine(recipe)
     checkpoint = open_output(recipe)
     for notice in recipe.notices:
         _say(f"note: {notice}")
@@ -76,6 +84,8 @@ def run(recipe: Recipe) -> Summary:
         train_chats, held_out = split_held_out(train_chats, recipe.val_size, recipe.seed)
     train_set, report = encode_chats(tokenizer, train_chats, recipe.cutoff_len)
     _say(f"training data: {report}")
+    if checkpoint is not None:
+        check_unfinished(checkpoint, total_steps(recipe, len(train_set)))
     eval_set = None
     if held_out:
         eval_set, report = encode_chats(tokenizer, held_out, recipe.cutoff_len)
@@ -93,17 +103,22 @@ def run(recipe: Recipe) -> Summary:
         with model.disable_adapter():
             before = _score("before training", model, tokenizer, scored, recipe)
 
-    output.mkdir(parents=True, exist_ok=True)
+    if recipe.overwrite_output_dir:
+        clear_output(output)
     (output / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
     progress = Progress(output / LOG)
     with SaveOnInterrupt() as interrupt:
         trainer = make_trainer(recipe, model, tokenizer, train_set, eval_set, [progress, interrupt])
-        trainer.train(resume_from_checkpoint=checkpoint)
-        if eval_set is not None and not interrupt.interrupted and not _evaluated(output, trainer.state.global_step):
+        try:
+            trainer.train(resume_from_checkpoint=checkpoint)
+        finally:
+            progress.close()
+        interrupted = trainer.state.global_step < trainer.state.max_steps
+        model.save_pretrained(output)
+        tokenizer.save_pretrained(output)
+        if eval_set is not None and not interrupted and not _evaluated(output, trainer.state.global_step):
             trainer.evaluate()
-    model.save_pretrained(output)
-    tokenizer.save_pretrained(output)
-    if scored and not interrupt.interrupted:
+    if scored and not interrupted:
         after = _score("after training", model, tokenizer, scored, recipe)
 
     entries = read_log(output / LOG)
@@ -114,7 +129,7 @@ def run(recipe: Recipe) -> Summary:
     summary = Summary(
         output_dir=recipe.output_dir,
         base_model=base,
-        interrupted=interrupt.interrupted,
+        interrupted=interrupted,
         steps=trainer.state.global_step,
         first_step=progress.first_step,
         epochs=trainer.state.epoch or 0.0,
@@ -136,41 +151,18 @@ def run(recipe: Recipe) -> Summary:
     return summary
 
 
-def open_output(recipe: Recipe) -> str | None:
-    """Check ``output_dir`` against what the recipe wants with it; the checkpoint to resume from, if any.
-
-    With ``overwrite_output_dir`` the log and the checkpoints of an earlier run are removed; other files stay.
-
-    Raises:
-        ValueError: the directory has content and the recipe neither overwrites nor resumes, or there is nothing to
-        resume from.
+def check_machine(recipe: Recipe) -> None:
     """
-    output = Path(recipe.output_dir)
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output_dir {output} is a file")
-    checkpoints = _checkpoints(output)
-    if isinstance(recipe.resume_from_checkpoint, str):
-        if not _complete(Path(recipe.resume_from_checkpoint)):
-            raise ValueError(
-                f"resume_from_checkpoint: {recipe.resume_from_checkpoint} is not a complete checkpoint "
-                "(it needs trainer_state.json, optimizer.pt, scheduler.pt and adapter_model.safetensors)"
-            )
-        return recipe.resume_from_checkpoint
-    if recipe.resume_from_checkpoint:
-        complete = [path for path in checkpoints if _complete(path)]
-        if not complete:
-            raise ValueError(f"resume_from_checkpoint: true, but {output} holds no complete checkpoint")
-        return str(complete[-1])
-    if recipe.overwrite_output_dir:
-        for path in checkpoints:
-            shutil.rmtree(path)
-        (output / LOG).unlink(missing_ok=True)
-    elif output.is_dir() and any(output.iterdir()):
+    Raises:
+        ValueError: this is one of several processes, or the recipe wants a GPU where torch sees none.
+    """
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ValueError(
-            f"output_dir {output} is not empty; give another one, overwrite_output_dir=true, "
-            "or resume_from_checkpoint=true"
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but this version trains in one process; several processes come "
+            "with a later version. Start ktft train without torchrun or accelerate launch"
         )
-    return None
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: cuda, but torch sees no CUDA GPU (ktft doctor shows what it sees); use device: cpu")
 
 
 def prepare_base(recipe: Recipe) -> None:
@@ -222,6 +214,10 @@ def build_model(recipe: Recipe, base: str) -> KtftPeftModel:
         dtype=torch.bfloat16 if recipe.bf16 else torch.float32,
         trust_remote_code=recipe.trust_remote_code,
     )
+    if model.config.to_dict().get("output_router_logits"):
+        # Each micro-batch would add its own balance loss, unscaled, so accumulation would change the loss.
+        model.config.output_router_logits = False
+        _say("note: output_router_logits of the base's config is switched off: the router is frozen")
     targets: str | list[str] = "all-linear" if recipe.lora_target == ("all",) else list(recipe.lora_target)
     config = LoraConfig(
         r=recipe.lora_rank,
@@ -278,6 +274,8 @@ def make_trainer(
         remove_unused_columns=False,
         label_names=["labels"],
         logging_steps=recipe.logging_steps,
+        logging_first_step=recipe.logging_first_step,
+        logging_nan_inf_filter=False,  # it would log a loss of 0 for one that is not finite
         save_strategy=recipe.save_strategy,
         save_steps=recipe.save_steps,
         save_total_limit=recipe.save_total_limit,
@@ -291,6 +289,7 @@ def make_trainer(
     if arguments.n_gpu > 1:
         arguments._n_gpu = 1  # or the Trainer would wrap the model in DataParallel and copy it to every GPU it sees
     trainer = AdapterTrainer(
+        recipe=recipe,
         model=model,
         args=arguments,
         data_collator=functools.partial(collate, pad_token_id=tokenizer.pad_token_id),
@@ -317,24 +316,4 @@ def _evaluated(output: Path, step: int) -> bool:
     return any("eval_loss" in entry and entry["step"] == step for entry in read_log(output / LOG))
 
 
-def _checkpoints(output: Path) -> list[Path]:
-    """The Trainer's checkpoints in a directory, by step."""
-    found = [
-        (int(path.name.removeprefix("checkpoint-")), path)
-        for path in output.glob("checkpoint-*")
-        if path.is_dir() and path.name.removeprefix("checkpoint-").isdigit()
-    ]
-    return [path for _, path in sorted(found)]
-
-
-def _complete(checkpoint: Path) -> bool:
-    """Whether everything resuming needs is there; the Trainer writes trainer_state.json last, so a killed save lacks
-    it."""
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return all((checkpoint / name).is_file() for name in ("optimizer.pt", "scheduler.pt", "adapter_model.safetensors"))
-
-
-__all__ = ["build_model", "load_tokenizer", "make_trainer", "open_output", "prepare_base", "run"]
+__all__ = ["build_model", "check_machine", "load_tokenizer", "make_trainer", "prepare_base", "run"]

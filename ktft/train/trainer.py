@@ -1,8 +1,10 @@
-"""The Hugging Face ``Trainer`` with three differences, each of them about saying or keeping the right thing.
+"""The Hugging Face ``Trainer`` with a few differences, each of them about saying or keeping the right thing.
 
 - Evaluation loss is the mean over held-out *tokens*. The stock loop averages the means of batches, which weighs a
   token of a short answer more than one of a long answer.
-- Checkpoints hold the adapter, the tokenizer and the trainer's state, but no pickled ``training_args.bin``.
+- Checkpoints hold the adapter, the tokenizer, the recipe and the trainer's state, but no pickled
+  ``training_args.bin``; one that is being rewritten counts as incomplete until it is whole again.
+- A loss or gradient that is not finite ends the run before it reaches the weights, a log or a checkpoint.
 - A model whose loss cannot be normalised over all tokens of an accumulated batch is refused, not trained on means of
   means.
 
@@ -17,29 +19,52 @@ bf16.
 
 from __future__ import annotations
 
-import os
+import math
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Trainer, TrainerControl
 
+from ktft.config import Recipe
 from ktft.data import IGNORE
+from ktft.train.output import begin_checkpoint, newest_complete
 
 
 class AdapterTrainer(Trainer):
-    """See the module. Takes a ``KtftPeftModel``; the arguments are Trainer's.
+    """See the module. Takes a ``KtftPeftModel``; the arguments but ``recipe`` are Trainer's.
+
+    Args:
+        recipe: written into every checkpoint.
 
     Raises:
         ValueError: the model's forward takes no ``num_items_in_batch``.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, recipe: Recipe, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.recipe = recipe
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
                 f"{type(self.model).__name__} takes no num_items_in_batch, so its loss would be a mean of means "
                 "under gradient accumulation; this model cannot be trained here"
             )
+
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """Forward and backward of a micro-batch, as the stock method does.
+
+        Raises:
+            RuntimeError: the loss, or the gradient of the whole step, is not finite.
+        """
+        loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self._check_finite("loss", float(loss), self.state.global_step + 1)
+        if self.accelerator.sync_gradients:
+            gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            norm = torch.nn.utils.get_total_norm(gradients)
+            self._check_finite("gradient norm", float(norm), self.state.global_step + 1)
+        return loss
 
     def evaluate(
         self,
@@ -58,6 +83,7 @@ class AdapterTrainer(Trainer):
                 total += float(self.model(**batch, num_items_in_batch=labels).loss) * labels
                 count += labels
         self.model.train(was_training)
+        self._check_finite("held-out loss", total / count, self.state.global_step)
         metrics = {f"{metric_key_prefix}_loss": total / count}
         self.log(metrics)
         self.control: TrainerControl = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -65,10 +91,20 @@ class AdapterTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         directory = output_dir or self.args.output_dir
-        os.makedirs(directory, exist_ok=True)
+        begin_checkpoint(Path(directory), self.recipe)
         self.model.save_pretrained(directory, state_dict=state_dict)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(directory)
+
+    def _check_finite(self, what: str, value: float, step: int) -> None:
+        if math.isfinite(value):
+            return
+        newest = newest_complete(Path(self.args.output_dir))
+        kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+        raise RuntimeError(
+            f"training diverged: the {what} at step {step} is {value}; {kept}. Try a lower learning_rate, more warm-up "
+            "or a smaller max_grad_norm"
+        )
 
 
 __all__ = ["AdapterTrainer"]
