@@ -19,8 +19,10 @@ import difflib
 import math
 import os
 import re
+import shlex
 import types
 import typing
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -172,6 +174,27 @@ NOT_OFFERED_KEYS = {
 }
 """Keys that are known elsewhere and refused here -> why, or what to do instead. A falsy value is accepted."""
 
+ALREADY_SO: dict[str, tuple[Any, ...]] = {
+    "do_eval": (True,),
+    "do_predict": (False,),
+    "predict_with_generate": (False,),
+    "flash_attn": ("auto",),
+    "optim": ("adamw_torch",),
+    "include_num_input_tokens_seen": (True, False, "no", "non_padding"),
+    "ignore_pad_token_for_loss": (True,),
+    "disable_shuffling": (False,),
+    "group_by_length": (False,),
+    "load_best_model_at_end": (False,),
+    "save_safetensors": (True,),
+    "low_cpu_mem_usage": (True,),
+    "use_unsloth": (False,),
+    "ddp_find_unused_parameters": (False,),
+}
+"""Keys of LLaMA-Factory that are no keys here -> the values that say what ktft does anyway."""
+
+NO_EFFECT_KEYS = {"cpu_infer": "the number of threads is that of torch, or the environment variable KTFT_THREADS"}
+"""Keys of others that are accepted with any value -> what the notice says."""
+
 _PATHS = ("model_name_or_path", "dataset_dir", "output_dir", "resume_from_checkpoint", "template")
 
 _NO_EFFECT = {
@@ -231,6 +254,8 @@ def load_recipe(path: str | os.PathLike[str], overrides: list[str] | None = None
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise RecipeError(f"cannot read recipe {os.fspath(path)}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"recipe {os.fspath(path)} is not UTF-8: {error.reason} at byte {error.start}") from None
     values = _yaml(text, f"recipe {os.fspath(path)}")
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise RecipeError(f"recipe {os.fspath(path)} must be a YAML mapping of keys to values")
@@ -249,13 +274,24 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
         RecipeError: see the module's contract.
     """
     checked: dict[str, Any] = {}
+    notices = []
     for key, value in values.items():
         if key in NOT_OFFERED_KEYS:
             if value:
                 raise RecipeError(f"{key}: {value!r} is not offered: {NOT_OFFERED_KEYS[key]}")
             continue
+        if key in ALREADY_SO:
+            # 1 is no True here.
+            if not any(type(value) is type(valid) and value == valid for valid in ALREADY_SO[key]):
+                valid_text = " or ".join(yaml.safe_dump(valid).split()[0] for valid in ALREADY_SO[key])
+                raise RecipeError(f"{key}: {value!r} is not offered; it may be {valid_text}, or be left out")
+            continue
+        if key in NO_EFFECT_KEYS:
+            notices.append(f"{key}: no effect here, {NO_EFFECT_KEYS[key]}")
+            continue
         if key not in KEYS:
-            near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.5)
+            # A name that is only somewhat alike would mislead.
+            near = difflib.get_close_matches(key, KEYS, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]!r}?" if near else f"; the keys are: {', '.join(sorted(KEYS))}"
             raise RecipeError(f"unknown recipe key {key!r}{hint}")
         if isinstance(value, str) and (key, value) in NOT_OFFERED:
@@ -267,17 +303,41 @@ def make_recipe(values: dict[str, Any]) -> Recipe:
     for key in _PATHS:
         if isinstance(checked.get(key), str):
             checked[key] = expand_path(checked[key])
+    for key in ("dataset", "eval_dataset"):
+        checked[key] = tuple(expand_path(name) for name in checked.get(key, ()))
+    if checked.get("prepare"):
+        checked["prepare"] = shlex.join(expand_path(part) for part in _words("prepare", checked["prepare"]))
     recipe = Recipe(**checked)
     _check(recipe)
-    notices = [f"{key}: no effect here, {why}" for key, why in _NO_EFFECT.items() if getattr(recipe, key)]
+    notices += [f"{key}: no effect here, {why}" for key, why in _NO_EFFECT.items() if getattr(recipe, key)]
     if recipe.template is not None and not recipe.template.endswith(".jinja"):
         notices.append(f"template: {recipe.template}: not used, the tokenizer's own chat template is")
     return dataclasses.replace(recipe, notices=tuple(notices))
 
 
+def _words(key: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise RecipeError(f"{key}: {text!r} is not a command line: {error}") from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as PyYAML reads it, but a key given twice is an error; PyYAML takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            if isinstance(key_node, yaml.ScalarNode) and key_node.value in seen:
+                line = key_node.start_mark.line + 1
+                raise yaml.YAMLError(f"key {key_node.value!r} is given twice, the second time in line {line}")
+            seen.add(key_node.value if isinstance(key_node, yaml.ScalarNode) else id(key_node))
+        return super().construct_mapping(node, deep)
+
+
 def _yaml(text: str, what: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         raise RecipeError(f"{what} is not valid YAML: {' '.join(str(error).split())}") from None
 
@@ -355,6 +415,9 @@ def _check(recipe: Recipe) -> None:
         raise conflict("eval_dataset", "val_size", "name a held-out set or split one off, not both")
     if recipe.warmup_ratio and recipe.warmup_steps:
         raise conflict("warmup_ratio", "warmup_steps", "give one of them")
+    for key in ("warmup_ratio", "warmup_steps"):
+        if getattr(recipe, key) and recipe.lr_scheduler_type == "constant":
+            raise conflict("lr_scheduler_type", key, "that schedule has no warm-up; use constant_with_warmup")
     if recipe.overwrite_output_dir and recipe.resume_from_checkpoint:
         raise conflict("overwrite_output_dir", "resume_from_checkpoint", "start afresh or go on, not both")
     has_eval = bool(recipe.eval_dataset or recipe.val_size)

@@ -28,6 +28,15 @@ def write(tmp_path: Path, text: str) -> Path:
         ({"learning_rat": 1}, "unknown recipe key 'learning_rat'; did you mean 'learning_rate'"),
         ({"lora_targets": "q_proj"}, "did you mean 'lora_target'"),
         ({"zzzzqqqq": 1}, "unknown recipe key 'zzzzqqqq'; the keys are: adam_beta1"),
+        ({"flash_atn": "auto"}, "unknown recipe key 'flash_atn'; the keys are: "),
+        ({"optimizer": "sgd"}, "unknown recipe key 'optimizer'; the keys are: "),
+        ({"flash_attn": "fa2"}, "flash_attn: 'fa2' is not offered; it may be auto, or be left out"),
+        ({"optim": "adamw_8bit"}, "optim: 'adamw_8bit' is not offered; it may be adamw_torch"),
+        ({"do_eval": 1}, "do_eval: 1 is not offered; it may be true"),
+        ({"prepare": "a 'b"}, "prepare: .* is not a command line: No closing quotation"),
+        ({"dataset": "$KTFT_NO_SUCH_VARIABLE/x.jsonl"}, "environment variable KTFT_NO_SUCH_VARIABLE in .* is not set"),
+        ({"lr_scheduler_type": "constant", "warmup_ratio": 0.1}, "lr_scheduler_type: constant and warmup_ratio: 0.1"),
+        ({"lr_scheduler_type": "constant", "warmup_steps": 3}, "and warmup_steps: 3 conflict: .*constant_with_warmup"),
         ({"notices": []}, "unknown recipe key 'notices'"),
         ({"lora_rank": "eight"}, "lora_rank: 'eight' is not valid; expected a whole number"),
         ({"lora_rank": 8.5}, "lora_rank: 8.5 is not valid; expected a whole number"),
@@ -117,11 +126,16 @@ def test_unreadable_recipes(tmp_path: Path):
         ("a: [", "not valid YAML"),
         ("- a", "must be a YAML mapping"),
         ("1: 2", "must be a YAML mapping"),
+        ("", "must be a YAML mapping"),
+        ("seed: 1\nbf16: true\nseed: 2\n", "key 'seed' is given twice, the second time in line 3"),
     ):
         path = tmp_path / "bad.yaml"
         path.write_text(text, encoding="utf-8")
         with pytest.raises(RecipeError, match=complaint):
             load_recipe(path)
+    path.write_bytes(b"output_dir: caf\xe9\n")
+    with pytest.raises(RecipeError, match=r"bad\.yaml is not UTF-8: .* at byte 15"):
+        load_recipe(path)
 
 
 def test_paths_expand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -136,6 +150,9 @@ def test_paths_expand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert r.output_dir == str(tmp_path / "out/seven")
     monkeypatch.setenv("KTFT_CACHE", "/elsewhere")
     assert recipe(model_name_or_path="${KTFT_CACHE}/base").model_name_or_path == "/elsewhere/base"
+    r = recipe(dataset="~/a.jsonl,harbour", eval_dataset=["$RUN/b.jsonl"], prepare="~/make.py $RUN --name 'two words'")
+    assert r.dataset == (str(tmp_path / "a.jsonl"), "harbour") and r.eval_dataset == ("seven/b.jsonl",)
+    assert r.prepare == f"{tmp_path}/make.py seven --name 'two words'"
 
 
 def test_keys_without_effect_are_reported():
@@ -143,6 +160,9 @@ def test_keys_without_effect_are_reported():
     assert len(r.notices) == 3
     assert any("template: qwen3" in notice and "chat template" in notice for notice in r.notices)
     assert recipe(template="mine.jinja").notices == ()
+    assert recipe(cpu_infer=32).notices == (
+        "cpu_infer: no effect here, the number of threads is that of torch, or the environment variable KTFT_THREADS",
+    )
 
 
 def test_the_written_recipe_reads_back(tmp_path: Path):
@@ -163,7 +183,8 @@ def test_a_llama_factory_lora_recipe_runs_as_it_is(tmp_path: Path):
         "report_to: none\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nlearning_rate: 1.0e-4\n"
         "num_train_epochs: 3.0\nlr_scheduler_type: cosine\nwarmup_ratio: 0.1\nbf16: true\nddp_timeout: 180000000\n"
         "resume_from_checkpoint: null\nval_size: 0.1\nper_device_eval_batch_size: 1\neval_strategy: steps\n"
-        "eval_steps: 500\n",
+        "eval_steps: 500\nflash_attn: auto\noptim: adamw_torch\ndo_eval: true\nlogging_first_step: true\n"
+        "include_num_input_tokens_seen: true\n",
     )
     assert load_recipe(path).lora_target == ("all",)
 
