@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from transformers import GenerationConfig
 import ktft
 from ktft.adapters import get_peft_model
 from ktft.chat import Sampling, Session, load_tokenizer
-from ktft.data import Chat, end_of_turn_ids, stop_ids
+from ktft.config import make_recipe
+from ktft.data import Chat, end_of_turn_ids, read_chats, stop_ids
 from ktft.train import exact_match
 from tests import tiny_chat
 from tests.tiny_chat import chat, tiny_chat_model, tiny_tokenizer, write_chats
@@ -90,6 +92,47 @@ def test_a_repetition_penalty_does_not_change_the_likeliest_token(llama_base: Pa
     assert tokenizer.decode(penalised, skip_special_tokens=True).strip() != plain
     assert exact_match(model, tokenizer, chats, max_new_tokens=12).answers[0] == plain
     assert Session(model, tokenizer, Sampling(max_new_tokens=12)).answer(chats[0].messages[:1]).strip() == plain
+
+
+def test_a_run_scores_the_base_before_and_the_adapter_after(
+    llama_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also when the adapter already changes answers before the first step."""
+    module = importlib.import_module("ktft.train.run")
+    build = module.build_model
+
+    def tuned(*arguments: Any) -> Any:
+        model = build(*arguments)
+        torch.manual_seed(5)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.5)
+        return model
+
+    monkeypatch.setattr(module, "build_model", tuned)
+    data = write_chats(tmp_path / "data.jsonl", [chat("Which quay?", "Q3"), chat("Which ship?", "The Tern.")])
+    output = tmp_path / "out"
+    recipe = make_recipe(
+        {
+            "model_name_or_path": str(llama_base),
+            "dataset": str(data),
+            "eval_dataset": str(data),
+            "output_dir": str(output),
+            "device": "cpu",
+            "lora_target": "q_proj,experts",
+            "learning_rate": 1e-3,
+            "max_steps": 1,
+            "exact_match_samples": 2,
+            "max_new_tokens": 12,
+        }
+    )
+    summary = module.run(recipe)
+    chats, tokenizer = read_chats([str(data)], "."), load_tokenizer(str(llama_base), str(output))
+    model = ktft.load_model(llama_base, dtype=torch.bfloat16 if recipe.bf16 else torch.float32)
+    assert summary.exact_match_before == exact_match(model, tokenizer, chats, max_new_tokens=12)
+    adapted = ktft.load_adapter(model, output)
+    assert summary.exact_match_after == exact_match(adapted, tokenizer, chats, max_new_tokens=12)
+    assert summary.exact_match_before.answers != summary.exact_match_after.answers
 
 
 def test_a_failed_score_leaves_the_model_as_it_was(llama_base: Path, monkeypatch: pytest.MonkeyPatch):
