@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import subprocess
@@ -15,7 +16,11 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Config
 
+from ktft.adapters import load_adapter
+from ktft.chat import Sampling, Session, load_tokenizer
+from ktft.data import IGNORE, collate, encode_chats, read_chats
 from ktft.model import load_model
+from ktft.train import exact_match
 from tests.tiny_chat import tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -152,6 +157,20 @@ def command_line(*arguments: str, **environment: str) -> subprocess.CompletedPro
     )
 
 
+def held_out_loss(model, tokenizer, chats) -> float:
+    """Per token with loss, in batches of the recipe's size, without the Trainer."""
+    samples, report = encode_chats(tokenizer, chats, 256)
+    total = 0.0
+    for begin in range(0, len(samples), 4):
+        batch = collate([samples[i] for i in range(begin, min(begin + 4, len(samples)))], tokenizer.pad_token_id)
+        with torch.no_grad():
+            logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+        labels = batch["labels"][:, 1:]
+        learned = labels != IGNORE
+        total += float(torch.nn.functional.cross_entropy(logits.float()[learned], labels[learned], reduction="sum"))
+    return total / report.label_tokens
+
+
 def test_the_recipe_end_to_end_at_a_tiny_scale(dense_directory: Path, tmp_path: Path):
     """The quickstart's own recipe, on a tiny base that it upcycles itself, then the adapter it left behind."""
     output = tmp_path / "out"
@@ -161,9 +180,10 @@ def test_the_recipe_end_to_end_at_a_tiny_scale(dense_directory: Path, tmp_path: 
         f"prepare=examples/upcycle.py {dense_directory} --experts 4",
         f"output_dir={output}",
         "max_steps=3",
+        "learning_rate=3.0e-2",
         "eval_steps=2",
         "exact_match_samples=2",
-        "max_new_tokens=3",
+        "max_new_tokens=12",
         KTFT_CACHE=str(tmp_path / "cache"),
     )
     assert ran.returncode == 0, ran.stderr
@@ -178,11 +198,29 @@ def test_the_recipe_end_to_end_at_a_tiny_scale(dense_directory: Path, tmp_path: 
     config = json.loads((output / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(base)
     summary = json.loads((output / "summary.json").read_text())
-    assert summary["steps"] == 3 and summary["exact_match_after"]["total"] == 2 and summary["peak_rss_gb"] > 0
+    assert summary["steps"] == 3 and summary["peak_rss_gb"] > 0
+    with safe_open(output / "adapter_model.safetensors", "pt") as file:
+        moved = {name: bool(file.get_tensor(name).any()) for name in file.keys() if "lora_B" in name}
+    assert len(moved) == 2 * (4 + 4 * 3) and all(moved.values())  # two layers: attention, four experts
+    # What the run said about the base and the adapter is what they do when they are loaded from their files.
+    held_out = read_chats(["harbour_heldout"], str(ROOT / "examples/data"))
+    tokenizer = load_tokenizer(str(base), str(output))
+    model = load_model(base, device="cpu", dtype=torch.bfloat16)
+    before = exact_match(model, tokenizer, held_out[:2], max_new_tokens=12)
+    adapted = load_adapter(model, output).eval()
+    after = exact_match(adapted, tokenizer, held_out[:2], max_new_tokens=12)
+    assert summary["exact_match_before"]["answers"] == list(before.answers) != list(after.answers)
+    assert summary["exact_match_after"]["answers"] == list(after.answers)
+    tuned = held_out_loss(adapted, tokenizer, held_out)
+    with adapted.disable_adapter():
+        plain = held_out_loss(adapted, tokenizer, held_out)
+    assert summary["eval_loss"] == pytest.approx(tuned, rel=1e-4) and tuned < plain
     answered = command_line(
         "generate", str(base), "--adapter", str(output), "--prompt", "Hello", "--max-new-tokens", "3"
     )
     assert answered.returncode == 0, answered.stderr
+    session = Session(adapted, tokenizer, Sampling(max_new_tokens=3), output=io.StringIO())
+    assert answered.stdout == session.answer([{"role": "user", "content": "Hello"}]) + "\n"
     again = command_line("train", "recipes/quickstart.yaml", f"output_dir={output}", "overwrite_output_dir=false")
     assert again.returncode == 1 and "is not empty" in again.stderr and "Traceback" not in again.stderr
 
