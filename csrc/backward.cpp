@@ -35,6 +35,7 @@ class Backward : Layer {
         memset(sum + first * call_.hidden, 0, size_t(count * call_.hidden) * sizeof(float));
       });
     }
+    clear_factors();
     if (gradients_.top_k_weights) memset(gradients_.top_k_weights, 0, size_t(call_.tokens * call_.top_k) * sizeof(float));
 
     x_ = tensor_rows(call_.x, x_copy_);
@@ -76,6 +77,21 @@ class Backward : Layer {
 
   bool wants_factors(int adapter) const {
     return !gradients_.factors.empty() && gradients_.factors[size_t(adapter) * 6] != nullptr;
+  }
+
+  // Experts without rows keep these zeros.
+  void clear_factors() {
+    for (int n = 0; n < adapters(); ++n) {
+      if (!wants_factors(n)) continue;
+      for (int factor = 0; factor < 6; ++factor) {
+        float* const grad = gradients_.factors[size_t(n * 6 + factor)];
+        const int64_t per_expert = factor_rows(n, factor) * factor_cols(n, factor);
+        advise_huge_pages(grad, size_t(call_.experts * per_expert) * sizeof(float));
+        parallel(call_.experts, [&](int64_t expert, Worker&) {
+          memset(grad + expert * per_expert, 0, size_t(per_expert) * sizeof(float));
+        });
+      }
+    }
   }
 
   void allocate() {

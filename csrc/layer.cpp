@@ -15,6 +15,8 @@ constexpr int64_t kMinWaveRows = 256;
 
 }  // namespace
 
+static_assert(kMaxSegments == 2 * kMaxAdapters + 2, "a product has room for every adapter");
+
 Layer::Layer(const LayerCall& call)
     : call_(call),
       kernels_(kernels_for(call.isa, call.compute)),
@@ -164,7 +166,7 @@ Operand Layer::lora_operand(Worker& worker, Direction direction, int adapter, in
 }
 
 void Layer::multiply(const Term* terms, int count, int rows, int columns, float* c) const {
-  Segment segments[2 * kMaxAdapters + 2];
+  Segment segments[kMaxSegments];
   bool accumulate = false;
   for (const bool nt : {true, false}) {
     int used = 0;

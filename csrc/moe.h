@@ -55,7 +55,7 @@ void forward(const LayerCall& call, char* out, char* saved);
 struct Gradients {  // null members are not computed
   char* x;                      // [T, H] in the compute dtype
   float* top_k_weights;         // [T, k]
-  std::vector<float*> factors;  // 6 per adapter, shaped like the factors, zeroed by the caller; null: not computed
+  std::vector<float*> factors;  // 6 per adapter, shaped like the factors; null: not computed
 };
 
 // grad_out [T, H] in the compute dtype; saved as forward wrote it, or null to recompute.

@@ -48,6 +48,13 @@ bool spin_until(Done done) {
 
 }  // namespace
 
+void advise_huge_pages(void* data, size_t bytes) {
+  constexpr size_t kHuge = size_t(2) << 20;
+  if (bytes < 2 * kHuge) return;
+  const uintptr_t begin = (uintptr_t(data) + kHuge - 1) & ~(kHuge - 1), end = (uintptr_t(data) + bytes) & ~(kHuge - 1);
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice: if it is not taken, nothing is lost
+}
+
 char* Arena::reserve(size_t bytes) {
   if (bytes > capacity_) {
     if (data_) munmap(data_, capacity_);
@@ -58,6 +65,7 @@ char* Arena::reserve(size_t bytes) {
     if (memory == MAP_FAILED) throw std::bad_alloc();
     data_ = static_cast<char*>(memory);
     capacity_ = rounded;
+    advise_huge_pages(data_, capacity_);
   }
   return data_;
 }

@@ -27,6 +27,10 @@ class Arena {
   size_t capacity_ = 0;
 };
 
+// Ask for huge pages for memory that is about to be written for the first time: page faults of 4 KiB cost more than clearing the
+// pages (23,000 of them, 40 ms of 650, in one layer's step at 2048 tokens). Does nothing below 4 MiB.
+void advise_huge_pages(void* data, size_t bytes);
+
 class Pool {
  public:
   static Pool& instance();

@@ -307,8 +307,7 @@ def _backward_cpu(
     grad = grad.to(hidden.dtype).contiguous()
     d_hidden = torch.empty(hidden.shape if need_hidden else (0,), dtype=hidden.dtype)
     d_weights = torch.empty(top_k_weights.shape if need_weights else (0,), dtype=torch.float32)
-    # experts without tokens keep these zeros
-    d_lora = [torch.zeros(t.shape if need_lora[n // 6] else (0,), dtype=torch.float32) for n, t in enumerate(lora)]
+    d_lora = [torch.empty(t.shape if need_lora[n // 6] else (0,), dtype=torch.float32) for n, t in enumerate(lora)]
     saved = saved.contiguous()
     _C.backward(
         call,

@@ -54,11 +54,17 @@ void decode_rows(Format format, const char* source, ptrdiff_t stride, int64_t ro
   }
 }
 
+// A panel takes two cache lines of each row, rows far apart: no hardware prefetcher follows. Asking 32 rows ahead reads 24 instead of
+// 8 GB/s on one thread (Zen 5, 2048 x 768 and 768 x 2048 bf16 from memory; 8, 16 and 64 rows: 19, 21 and 12 to 22).
+constexpr int kRowsAhead = 32;
+
 template <class Mode>
 void decode_panel(Format format, const char* source, ptrdiff_t stride, int64_t rows, int cols, char* panel) {
   const int size = size_of(format);
   for (int64_t row = 0; row < rows; row += Mode::Dot::kGroup, source += Mode::Dot::kGroup * stride, panel += 4 * kBlock) {
     if (cols < kBlock) __builtin_memset(panel, 0, 4 * kBlock);
+    for (int i = 0; i < Mode::Dot::kGroup; ++i)
+      for (int byte = 0; byte < cols * size; byte += 64) __builtin_prefetch(source + (kRowsAhead + i) * stride + byte, 0, 2);
     for_columns(cols, [&](int64_t col, int lanes) {
       const char* p = source + col * size;
       char* out = panel + 4 * col;

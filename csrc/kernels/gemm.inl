@@ -23,7 +23,8 @@ inline const char* activation_row(const Segment& s, int row) {
   return s.a + (s.a_rows ? ptrdiff_t(s.a_rows[row]) : ptrdiff_t(row)) * s.a_stride;
 }
 
-template <class Dot, int kRows>
+// kFirst: the first tile to read these weights, which come from memory; later ones find them in L2.
+template <class Dot, int kRows, bool kFirst>
 inline void nt_tile(const Segment* segments, int count, int row, int col, int cols, float* c, bool accumulate) {
   Vec::F acc[kRows][kColTile];
 #pragma GCC unroll 8
@@ -50,7 +51,10 @@ inline void nt_tile(const Segment* segments, int count, int row, int col, int co
     for (int64_t k = 0; k < full; k += Vec::kLanes) {
       typename Dot::X bv[kColTile];
 #pragma GCC unroll 4
-      for (int j = 0; j < kColTile; ++j) bv[j] = Dot::load(b[j] + 4 * k);
+      for (int j = 0; j < kColTile; ++j) {
+        bv[j] = Dot::load(b[j] + 4 * k);
+        if constexpr (kFirst && kRows > 2) __builtin_prefetch(b[j] + kColTile * segment.b_stride + 4 * k, 0, 2);
+      }
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         const typename Dot::X av = Dot::load(a[i] + 4 * k);
@@ -73,25 +77,51 @@ inline void nt_tile(const Segment* segments, int count, int row, int col, int co
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
-    float sums[kColTile];
-    Vec::sum4(acc[i], sums);
     float* out = c + ptrdiff_t(row + i) * kBlock + col;
-    for (int j = 0; j < cols; ++j) out[j] = accumulate ? out[j] + sums[j] : sums[j];
+    if (cols == kColTile && !accumulate) {
+      Vec::sum4(acc[i], out);
+    } else {
+      float sums[kColTile];
+      Vec::sum4(acc[i], sums);
+      for (int j = 0; j < cols; ++j) out[j] = accumulate ? out[j] + sums[j] : sums[j];
+    }
   }
 }
+
+// Activation rows of one tile, copied side by side. In the tensor they lie a power of two apart as a rule (4096 bytes for 2048 bf16),
+// which puts a tile's rows and the weights' rows into the same sets of L1. Measured on 128 rows of 2048 x 64 columns, one thread, Zen 5:
+// 432 instead of 401 GFLOP/s of 502.
+constexpr int kPackedBytes = 4096;
 
 template <class Dot>
 void gemm_nt(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate) {
   int row = 0;
-  const auto sweep = [&](auto tile, int step) {
-    for (; row + step <= rows; row += step)
-      for (int col = 0; col < cols; col += kColTile)
-        tile(segments, count, row, col, cols - col < kColTile ? cols - col : kColTile, c, accumulate);
+  const auto columns = [&](auto tile, const Segment* operands) {
+    for (int col = 0; col < cols; col += kColTile)
+      tile(operands, count, row, col, cols - col < kColTile ? cols - col : kColTile, c, accumulate);
   };
-  sweep(nt_tile<Dot, Vec::kRowTile>, Vec::kRowTile);
-  if constexpr (Vec::kRowTile > 4) sweep(nt_tile<Dot, 4>, 4);
-  if constexpr (Vec::kRowTile > 2) sweep(nt_tile<Dot, 2>, 2);
-  sweep(nt_tile<Dot, 1>, 1);
+  const ptrdiff_t bytes = 4 * segments[0].words, stride = bytes + 64;
+  if (bytes <= kPackedBytes && cols >= kBlock / 2 && rows >= Vec::kRowTile) {
+    alignas(64) char packed[Vec::kRowTile * (kPackedBytes + 64)];
+    Segment operands[kMaxSegments];
+    for (int s = 0; s < count; ++s) operands[s] = segments[s];
+    operands[0].a_stride = stride;
+    operands[0].a_rows = nullptr;
+    for (; row + Vec::kRowTile <= rows; row += Vec::kRowTile) {
+      for (int i = 0; i < Vec::kRowTile; ++i)
+        __builtin_memcpy(packed + i * stride, activation_row(segments[0], row + i), size_t(bytes));
+      operands[0].a = packed - row * stride;
+      if (row == 0) columns(nt_tile<Dot, Vec::kRowTile, true>, operands);
+      else columns(nt_tile<Dot, Vec::kRowTile, false>, operands);
+    }
+  }
+  const auto sweep = [&](auto tile, int step) {
+    for (; row + step <= rows; row += step) columns(tile, segments);
+  };
+  sweep(nt_tile<Dot, Vec::kRowTile, false>, Vec::kRowTile);
+  if constexpr (Vec::kRowTile > 4) sweep(nt_tile<Dot, 4, true>, 4);
+  if constexpr (Vec::kRowTile > 2) sweep(nt_tile<Dot, 2, true>, 2);
+  sweep(nt_tile<Dot, 1, true>, 1);
 }
 
 template <class Dot, int kRows>

@@ -16,6 +16,7 @@
 namespace ktft {
 
 constexpr int kBlock = 64;   // columns of a panel and of a C tile
+constexpr int kMaxSegments = 130;  // of one product: two base terms and two for each of 64 adapters
 constexpr int kChunk = 128;  // rows of a C tile: kChunk * kBlock floats are 32 KiB, which leaves L2 to the operands
 
 enum Format : int { kBf16 = 0, kFp32 = 1 };

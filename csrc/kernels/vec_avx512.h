@@ -44,15 +44,17 @@ struct Vec {
   static F pow2(F n) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
   }
-  // One tree for every horizontal sum: halves, quarters, then neighbours twice.
-  static void sum4(const F acc[4], float out[4]) {
-    __m128 quarter[4];
-    for (int i = 0; i < 4; ++i) {
-      __m256 half = _mm256_add_ps(_mm512_castps512_ps256(acc[i]), _mm512_extractf32x8_ps(acc[i], 1));
-      quarter[i] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-    }
-    _mm_storeu_ps(out, _mm_hadd_ps(_mm_hadd_ps(quarter[0], quarter[1]), _mm_hadd_ps(quarter[2], quarter[3])));
+  // One tree for every horizontal sum: within each quarter elements 0+2, 1+3, then both; then the quarters 0+2, 1+3, then both.
+  static __m128 sum4(const F acc[4]) {
+    const F ab = _mm512_add_ps(_mm512_unpacklo_ps(acc[0], acc[1]), _mm512_unpackhi_ps(acc[0], acc[1]));
+    const F cd = _mm512_add_ps(_mm512_unpacklo_ps(acc[2], acc[3]), _mm512_unpackhi_ps(acc[2], acc[3]));
+    const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    const F abcd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   }
+  static void sum4(const F acc[4], float out[4]) { _mm_storeu_ps(out, sum4(acc)); }
   static float sum(F x) {
     const F acc[4] = {x, x, x, x};
     float out[4];
