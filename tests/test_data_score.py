@@ -79,6 +79,15 @@ def test_answers_stop_at_the_end_of_the_turn(llama_base: Path, end: str):
     assert script.passes == 3
 
 
+def test_scoring_needs_no_padding_token(llama_base: Path):
+    model, tokenizer = ktft.load_model(llama_base, device="cpu"), tiny_tokenizer(tiny_chat.LLAMA)
+    chats = [Chat(chat(prompt, "x"), "") for prompt in ("a", "a much longer question", "tea?")]
+    expected = exact_match(model, tokenizer, chats, max_new_tokens=6)
+    tokenizer.pad_token = None
+    model.generation_config.pad_token_id = None
+    assert exact_match(model, tokenizer, chats, max_new_tokens=6) == expected
+
+
 def test_a_repetition_penalty_does_not_change_the_likeliest_token(llama_base: Path):
     model, tokenizer = ktft.load_model(llama_base, device="cpu"), tiny_tokenizer(tiny_chat.LLAMA)
     chats = [Chat(chat("Which quay?", "Q3"), "")]

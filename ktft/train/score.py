@@ -44,6 +44,9 @@ def exact_match(
         last = max(i for i, message in enumerate(chat.messages) if message["role"] == "assistant")
         prompts.append(tokenizer.apply_chat_template(chat.messages[:last], tokenize=False, add_generation_prompt=True))
         references.append(chat.messages[last]["content"].strip())
+    stop = stop_ids(tokenizer, model.generation_config)
+    # Any id will do where the tokenizer has none: attention does not see padding, and special tokens are not decoded.
+    pad = next((token for token in (tokenizer.pad_token_id, *stop) if token is not None), 0)
     answers: list[str] = []
     was_training = model.training
     model.eval()
@@ -51,21 +54,17 @@ def exact_match(
     # as a batch, with a copy of the vocabulary matrix per prompt: 1.1 GB for 20 prompts of SmolLM2. Contiguous rows are
     # one product.
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: (args[0].contiguous(),))
-    stop = stop_ids(tokenizer, model.generation_config)
-    pad = next((token for token in (tokenizer.pad_token_id, *stop) if token is not None), None)
     try:
         for begin in range(0, len(prompts), batch_size):
-            batch = tokenizer(
-                prompts[begin : begin + batch_size],
-                add_special_tokens=False,
-                padding=True,
-                padding_side="left",
-                return_tensors="pt",
-            ).to(model.device)
+            rows = tokenizer(prompts[begin : begin + batch_size], add_special_tokens=False)["input_ids"]
+            longest = max(len(row) for row in rows)
+            padding = [longest - len(row) for row in rows]
+            inputs = torch.tensor([[pad] * n + row for n, row in zip(padding, rows, strict=True)])
+            mask = torch.tensor([[0] * n + [1] * len(row) for n, row in zip(padding, rows, strict=True)])
             with torch.inference_mode():
                 ids = model.generate(
-                    input_ids=batch["input_ids"],
-                    attention_mask=batch["attention_mask"],
+                    input_ids=inputs.to(model.device),
+                    attention_mask=mask.to(model.device),
                     max_new_tokens=max_new_tokens,
                     do_sample=False,
                     num_beams=1,
@@ -75,7 +74,7 @@ def exact_match(
                     pad_token_id=pad,
                     use_cache=True,
                 )
-            texts = tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+            texts = tokenizer.batch_decode(ids[:, longest:], skip_special_tokens=True)
             answers += [text.strip() for text in texts]
     finally:
         hook.remove()
