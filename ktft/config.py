@@ -101,7 +101,8 @@ class Recipe:
     output_dir: str = ""
     overwrite_output_dir: bool = False
     resume_from_checkpoint: bool | str | None = None
-    """True: the newest checkpoint in ``output_dir``; or a checkpoint's path."""
+    """True: the newest checkpoint in ``output_dir``; or a checkpoint's path. Keys that shape the training itself must
+    be as they were; ``ktft.train.output.FREE_ON_RESUME`` lists those that may differ."""
     logging_steps: int = 10
     logging_first_step: bool = False
     save_steps: int = 500

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import pickle
 import shutil
 import signal
 from pathlib import Path
@@ -237,7 +236,7 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(base: Path, data: Path, traine
     output, witness = tmp_path / "out", tmp_path / "executed"
     shutil.copytree(trained, output)
     torch.save(Bomb(witness), output / "checkpoint-4" / name)
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+    with pytest.raises(ValueError, match=r"checkpoint-4 is refused: .* nothing of it was executed"):
         run(recipe(base, data, output, resume_from_checkpoint=True, max_steps=6))
     assert not witness.exists()
     torch.load(output / "checkpoint-4" / name, weights_only=False)  # the bomb is a real one
@@ -279,6 +278,17 @@ def test_an_interrupted_run_can_be_resumed_even_if_it_saves_adapters_only(
     assert [is_complete(output / f"checkpoint-{step}") for step in (1, 2)] == [False, True]
     summary = run(recipe(base, data, output, resume_from_checkpoint=True, **keys))
     assert (summary.first_step, summary.steps, summary.interrupted) == (2, 4, False)
+
+
+def test_an_interrupt_during_the_last_step_interrupts_nothing(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+):
+    interrupt_after(2, monkeypatch)
+    summary = run(recipe(base, data, tmp_path / "out", save_strategy="no"))
+    assert (summary.interrupted, summary.steps) == (False, 2)
+    # What it says then is true as well.
+    assert "finishing this step and saving a checkpoint" in capfd.readouterr().err
+    assert is_complete(tmp_path / "out/checkpoint-2")
 
 
 def test_an_interrupt_after_the_last_step_interrupts_nothing(

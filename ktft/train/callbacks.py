@@ -106,8 +106,8 @@ class Progress(TrainerCallback):
 
 class SaveOnInterrupt(TrainerCallback):
     """Ctrl-C ends training after the step that is running, with a checkpoint to resume from, even if the recipe saves
-    adapters only. A second Ctrl-C stops at once. After the last step there is nothing to interrupt: the run ends as it
-    would have.
+    adapters only. A second Ctrl-C stops at once. After the last step there is nothing to interrupt, and the run ends
+    as it would have.
 
     A context manager: the signal is ours inside it only. Needs the main thread, as signals do.
     """
@@ -139,7 +139,7 @@ class SaveOnInterrupt(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         self.done = state.global_step >= state.max_steps
-        if self.interrupted and not self.done:
+        if self.interrupted:
             args.save_only_model = False
             control.should_save = control.should_training_stop = True
         return control

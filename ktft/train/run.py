@@ -22,6 +22,7 @@ import sys
 import time
 import warnings
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -103,14 +104,20 @@ def run(recipe: Recipe) -> Summary:
         with model.disable_adapter():
             before = _score("before training", model, tokenizer, scored, recipe)
 
-    if recipe.overwrite_output_dir:
-        clear_output(output)
-    (output / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
     progress = Progress(output / LOG)
     with SaveOnInterrupt() as interrupt:
         trainer = make_trainer(recipe, model, tokenizer, train_set, eval_set, [progress, interrupt])
+        if recipe.overwrite_output_dir:
+            clear_output(output)
+        (output / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
         try:
             trainer.train(resume_from_checkpoint=checkpoint)
+        except UnpicklingError:
+            # Torch's message explains how to run what is in the file.
+            raise ValueError(
+                f"{checkpoint} is refused: optimizer.pt, scheduler.pt or rng_state.pth is damaged, or holds objects and "
+                "not only tensors and numbers, which a checkpoint of ktft's never does; nothing of it was executed"
+            ) from None
         finally:
             progress.close()
         interrupted = trainer.state.global_step < trainer.state.max_steps
