@@ -115,8 +115,8 @@ def run(recipe: Recipe) -> Summary:
         except UnpicklingError:
             # Torch's message explains how to run what is in the file.
             raise ValueError(
-                f"{checkpoint} is refused: optimizer.pt, scheduler.pt or rng_state.pth is damaged, or holds objects and "
-                "not only tensors and numbers, which a checkpoint of ktft's never does; nothing of it was executed"
+                f"{checkpoint} is refused: optimizer.pt, scheduler.pt or rng_state.pth is damaged, or holds more than "
+                "tensors and numbers, which a checkpoint of ktft's never does; nothing of it was executed"
             ) from None
         finally:
             progress.close()
