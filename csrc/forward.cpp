@@ -76,16 +76,18 @@ class Forward : Layer {
   void down(const Wave& wave, Rows h, float* sum) {
     parallel(blocks(call_.hidden), [&](int64_t block, Worker& worker) {
       const int columns = block_columns(call_.hidden, block);
-      for (const Piece& piece : wave.pieces) {
+      for (size_t i = 0; i < wave.pieces.size(); ++i) {
+        const Piece& piece = wave.pieces[i];
         worker.used = 0;
         Term terms[kMaxAdapters + 1];
         terms[0] = {h, 0, base_operand(worker, kForward, kDown, piece.expert, block)};
+        if (i + 1 < wave.pieces.size()) read_ahead(terms[0].operand, kForward, kDown, wave.pieces[i + 1].expert, block);
         for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
           terms[1 + n - piece.first_adapter] = {low_rank_rows(down_[size_t(n)], n), 0,
                                                 lora_operand(worker, kForward, n, 5, piece.expert, block)};
         for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
           const int count = int(std::min<int64_t>(kChunk, piece.end - row));
-          for (int i = 0; i <= piece.adapters(); ++i) terms[i].first = row - wave.begin;
+          for (int t = 0; t <= piece.adapters(); ++t) terms[t].first = row - wave.begin;
           multiply(terms, piece.adapters() + 1, count, columns, worker.c[0]);
           kernels_.scatter_add(worker.c[0], &routes_.weight[size_t(row)], count, columns, sum + block * kBlock, call_.hidden,
                                &routes_.token[size_t(row)]);

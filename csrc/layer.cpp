@@ -12,6 +12,7 @@ namespace {
 // of rows per thread, so barriers and uneven last tasks cost well under a percent.
 constexpr int64_t kWaveBytesPerThread = 24 << 20;
 constexpr int64_t kMinWaveRows = 256;
+constexpr int kRowsToReadAhead = 24;
 
 }  // namespace
 
@@ -117,6 +118,7 @@ Operand Layer::prepare(Worker& worker, Direction direction, const char* matrix, 
     if (format == kernels_.word_format && reduction % kernels_.group == 0 && format == call_.compute) {
       operand.data = rows;  // the file itself
       operand.stride = row_stride;
+      operand.direct = true;
       return operand;
     }
     char* block = worker.operands + worker.used;
@@ -139,6 +141,14 @@ Operand Layer::base_operand(Worker& worker, Direction direction, Projection p, i
   const int64_t columns = input_is_hidden ? call_.intermediate : call_.hidden;
   return prepare(worker, direction, reinterpret_cast<const char*>(m.addresses[expert]), m.row_stride, m.format, m.transposed,
                  reduction, block * kBlock, block_columns(columns, block));
+}
+
+void Layer::read_ahead(Operand& operand, Direction direction, Projection p, int64_t expert, int64_t block) const {
+  if (!operand.direct) return;
+  const Matrices& m = matrices(p);
+  const int64_t columns = (p == kDown) == (direction == kBackward) ? call_.intermediate : call_.hidden;
+  operand.ahead = reinterpret_cast<const char*>(m.addresses[expert]) + block * kBlock * m.row_stride;
+  operand.ahead_bytes = block_columns(columns, block) * m.row_stride;
 }
 
 int64_t Layer::factor_rows(int adapter, int factor) const {
@@ -180,6 +190,12 @@ void Layer::multiply(const Term* terms, int count, int rows, int columns, float*
       s.b = t.operand.data;
       s.b_stride = t.operand.stride;
       s.words = t.operand.words;
+      s.ahead = nullptr;
+      s.ahead_bytes = 0;
+      if (rows >= kRowsToReadAhead) {  // fewer are bound by memory themselves
+        s.ahead = t.operand.ahead;
+        s.ahead_bytes = t.operand.ahead_bytes;
+      }
     }
     if (used == 0) continue;
     (nt ? kernels_.gemm_nt : kernels_.gemm_nn)(segments, used, rows, columns, c, accumulate);
@@ -251,8 +267,11 @@ void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, 
     const int64_t block = task % column_blocks;
     const int columns = block_columns(call_.intermediate, block);
     Term terms[2][kMaxAdapters + 1];
+    const int64_t next = task + call_.threads, tasks = int64_t(wave.pieces.size()) * column_blocks;
     for (const Projection p : {kGate, kUp}) {
       terms[p][0] = {x, 0, base_operand(worker, kForward, p, piece.expert, block)};
+      if (next < tasks)
+        read_ahead(terms[p][0].operand, kForward, p, wave.pieces[size_t(next / column_blocks)].expert, next % column_blocks);
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
         terms[p][1 + n - piece.first_adapter] = {low_rank_rows((p == kGate ? gate : up)[size_t(n)], n), 0,
                                                  lora_operand(worker, kForward, n, 2 * p + 1, piece.expert, block)};

@@ -51,6 +51,9 @@ struct Operand {
   int64_t stride = 0;  // nt only
   int64_t words = 0;   // length of the reduction
   bool nt = false;
+  bool direct = false;  // data is the weights' own memory
+  const char* ahead = nullptr;  // see Segment
+  int64_t ahead_bytes = 0;
 };
 
 class Layer {
@@ -119,6 +122,8 @@ class Layer {
   Operand base_operand(Worker& worker, Direction direction, Projection p, int64_t expert, int64_t block) const;
   // factor: 0 .. 5 as in Adapter::factors.
   Operand lora_operand(Worker& worker, Direction direction, int adapter, int factor, int64_t expert, int64_t block) const;
+  // Let a direct operand read ahead the block that this thread will probably want next: `block` of `expert`.
+  void read_ahead(Operand& operand, Direction direction, Projection p, int64_t expert, int64_t block) const;
   int64_t factor_rows(int adapter, int factor) const;
   int64_t factor_cols(int adapter, int factor) const;
   const char* factor_address(int adapter, int factor, int64_t expert) const;

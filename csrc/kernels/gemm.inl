@@ -23,8 +23,7 @@ inline const char* activation_row(const Segment& s, int row) {
   return s.a + (s.a_rows ? ptrdiff_t(s.a_rows[row]) : ptrdiff_t(row)) * s.a_stride;
 }
 
-// kFirst: the first tile to read these weights, which come from memory; later ones find them in L2.
-template <class Dot, int kRows, bool kFirst>
+template <class Dot, int kRows>
 inline void nt_tile(const Segment* segments, int count, int row, int col, int cols, float* c, bool accumulate) {
   Vec::F acc[kRows][kColTile];
 #pragma GCC unroll 8
@@ -51,10 +50,7 @@ inline void nt_tile(const Segment* segments, int count, int row, int col, int co
     for (int64_t k = 0; k < full; k += Vec::kLanes) {
       typename Dot::X bv[kColTile];
 #pragma GCC unroll 4
-      for (int j = 0; j < kColTile; ++j) {
-        bv[j] = Dot::load(b[j] + 4 * k);
-        if constexpr (kFirst && kRows > 2) __builtin_prefetch(b[j] + kColTile * segment.b_stride + 4 * k, 0, 2);
-      }
+      for (int j = 0; j < kColTile; ++j) bv[j] = Dot::load(b[j] + 4 * k);
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
         const typename Dot::X av = Dot::load(a[i] + 4 * k);
@@ -96,9 +92,15 @@ constexpr int kPackedBytes = 4096;
 template <class Dot>
 void gemm_nt(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate) {
   int row = 0;
+  const int64_t tiles = int64_t(rows / Vec::kRowTile + 1) * ((cols + kColTile - 1) / kColTile);
+  const int64_t step = (segments[0].ahead_bytes / tiles + 63) / 64 * 64;
+  int64_t ahead = 0;
   const auto columns = [&](auto tile, const Segment* operands) {
-    for (int col = 0; col < cols; col += kColTile)
+    for (int col = 0; col < cols; col += kColTile) {
+      for (const int64_t end = ahead + step; ahead < end && ahead < segments[0].ahead_bytes; ahead += 64)
+        __builtin_prefetch(segments[0].ahead + ahead, 0, 2);
       tile(operands, count, row, col, cols - col < kColTile ? cols - col : kColTile, c, accumulate);
+    }
   };
   const ptrdiff_t bytes = 4 * segments[0].words, stride = bytes + 64;
   if (bytes <= kPackedBytes && cols >= kBlock / 2 && rows >= Vec::kRowTile) {
@@ -111,17 +113,16 @@ void gemm_nt(const Segment* segments, int count, int rows, int cols, float* c, b
       for (int i = 0; i < Vec::kRowTile; ++i)
         __builtin_memcpy(packed + i * stride, activation_row(segments[0], row + i), size_t(bytes));
       operands[0].a = packed - row * stride;
-      if (row == 0) columns(nt_tile<Dot, Vec::kRowTile, true>, operands);
-      else columns(nt_tile<Dot, Vec::kRowTile, false>, operands);
+      columns(nt_tile<Dot, Vec::kRowTile>, operands);
     }
   }
   const auto sweep = [&](auto tile, int step) {
     for (; row + step <= rows; row += step) columns(tile, segments);
   };
-  sweep(nt_tile<Dot, Vec::kRowTile, false>, Vec::kRowTile);
-  if constexpr (Vec::kRowTile > 4) sweep(nt_tile<Dot, 4, true>, 4);
-  if constexpr (Vec::kRowTile > 2) sweep(nt_tile<Dot, 2, true>, 2);
-  sweep(nt_tile<Dot, 1, true>, 1);
+  sweep(nt_tile<Dot, Vec::kRowTile>, Vec::kRowTile);
+  if constexpr (Vec::kRowTile > 4) sweep(nt_tile<Dot, 4>, 4);
+  if constexpr (Vec::kRowTile > 2) sweep(nt_tile<Dot, 2>, 2);
+  sweep(nt_tile<Dot, 1>, 1);
 }
 
 template <class Dot, int kRows>

@@ -28,6 +28,9 @@ struct Segment {
   const char* b;         // nt: row n at b + n * b_stride;  nn: panel
   ptrdiff_t b_stride;    // bytes; unused by nn
   int64_t words;         // length of this segment's reduction
+  // nt, first segment: memory that the caller will want next, brought into L2 bit by bit between the tiles; or null
+  const char* ahead = nullptr;
+  int64_t ahead_bytes = 0;
 };
 
 struct Dropout {  // see ktft/reference.py: dropout_mask
