@@ -87,9 +87,8 @@ class Backward : Layer {
         float* const grad = gradients_.factors[size_t(n * 6 + factor)];
         const int64_t per_expert = factor_rows(n, factor) * factor_cols(n, factor);
         advise_huge_pages(grad, size_t(call_.experts * per_expert) * sizeof(float));
-        parallel(call_.experts, [&](int64_t expert, Worker&) {
-          memset(grad + expert * per_expert, 0, size_t(per_expert) * sizeof(float));
-        });
+        parallel(call_.experts,
+                 [&](int64_t expert, Worker&) { memset(grad + expert * per_expert, 0, size_t(per_expert) * sizeof(float)); });
       }
     }
   }
@@ -127,8 +126,8 @@ class Backward : Layer {
 
   // c[0] of a product of base terms and, behind them, per_adapter LoRA terms for each of the piece's adapters. With dropout the
   // mask belongs to the output of an adapter's terms, so these go through a tile of their own.
-  void multiply_masked(Worker& worker, const Piece& piece, const Term* terms, int base_terms, int per_adapter, int site, int64_t row,
-                       int count, int64_t block, int columns) {
+  void multiply_masked(Worker& worker, const Piece& piece, const Term* terms, int base_terms, int per_adapter, int site,
+                       int64_t row, int count, int64_t block, int columns) {
     multiply(terms, base_terms + (dropout_ ? 0 : per_adapter * piece.adapters()), count, columns, worker.c[0]);
     if (!dropout_) return;
     for (int i = 0; i < piece.adapters(); ++i) {
@@ -247,11 +246,12 @@ class Backward : Layer {
         kernels_.load_rows(source, rows.stride, index, block * kBlock, count, columns, worker.c[1], kBlock);
         kernels_.dropout(dropout_for(adapter, dropout_site), &routes_.route[size_t(row)], block * kBlock, count, columns,
                          worker.c[1], kBlock);
-        kernels_.outer(values + inside * rank, rank, int(rank), kFp32, reinterpret_cast<const char*>(worker.c[1]),
-                       kBlock * 4, nullptr, count, columns, worker.outer);
+        kernels_.outer(values + inside * rank, rank, int(rank), kFp32, reinterpret_cast<const char*>(worker.c[1]), kBlock * 4,
+                       nullptr, count, columns, worker.outer);
       } else {
         kernels_.outer(values + inside * rank, rank, int(rank), kernels_.word_format,
-                       source + block * kBlock * size_of(kernels_.word_format), rows.stride, index, count, columns, worker.outer);
+                       source + block * kBlock * size_of(kernels_.word_format), rows.stride, index, count, columns,
+                       worker.outer);
       }
     }
     for (int64_t j = 0; j < rank; ++j)

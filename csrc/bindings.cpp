@@ -1,4 +1,5 @@
-// Python's view of the kernels: addresses and sizes in, GIL released, exceptions translated. Tensors are checked in ktft/ops.py.
+// Python's view of the kernels: addresses and sizes in, GIL released, exceptions translated. Tensors are checked in
+// ktft/ops.py.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -16,10 +17,10 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-
 struct PyCall : LayerCall {
   PyCall(int64_t tokens_, int64_t top_k_, int64_t experts_, int64_t hidden_, int64_t intermediate_, uintptr_t x_,
-         uintptr_t top_k_index_, uintptr_t top_k_weights_, const std::vector<std::tuple<uintptr_t, int64_t, int, bool>>& matrices,
+         uintptr_t top_k_index_, uintptr_t top_k_weights_,
+         const std::vector<std::tuple<uintptr_t, int64_t, int, bool>>& matrices,
          const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>& adapters_, uintptr_t adapter_ids_,
          double dropout_p_, uint64_t dropout_seed_, int compute_, int isa_, int threads_, bool residency_known_) {
     tokens = tokens_;
@@ -95,11 +96,12 @@ PYBIND11_MODULE(_C, m) {
   py::class_<PyCall>(m, "LayerCall")
       .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, uintptr_t, uintptr_t, uintptr_t,
                     const std::vector<std::tuple<uintptr_t, int64_t, int, bool>>&,
-                    const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>&, uintptr_t, double, uint64_t, int,
-                    int, int, bool>(),
+                    const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>&, uintptr_t, double, uint64_t,
+                    int, int, int, bool>(),
            py::arg("tokens"), py::arg("top_k"), py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("x"),
            py::arg("top_k_index"), py::arg("top_k_weights"), py::arg("matrices"), py::arg("adapters"), py::arg("adapter_ids"),
-           py::arg("dropout_p"), py::arg("dropout_seed"), py::arg("compute"), py::arg("isa"), py::arg("threads"), py::arg("residency_known"));
+           py::arg("dropout_p"), py::arg("dropout_seed"), py::arg("compute"), py::arg("isa"), py::arg("threads"),
+           py::arg("residency_known"));
 
   m.def(
       "forward",
@@ -116,7 +118,9 @@ PYBIND11_MODULE(_C, m) {
       py::arg("call"), py::arg("grad_out"), py::arg("saved"), py::arg("d_x"), py::arg("d_top_k_weights"), py::arg("d_factors"),
       py::call_guard<py::gil_scoped_release>());
 
-  m.def("cpu_features", [] { return features_dict(detect_cpu()); }, "CPU features that matter here, as this process may use them.");
+  m.def(
+      "cpu_features", [] { return features_dict(detect_cpu()); },
+      "CPU features that matter here, as this process may use them.");
   m.def(
       "isa_levels",
       [](const py::dict& features) {
@@ -126,7 +130,9 @@ PYBIND11_MODULE(_C, m) {
         return levels;
       },
       py::arg("features"), "Every level, lowest first, with the features it lacks here (empty: it may run).");
-  m.def("scratch_bytes", [] { return Pool::instance().arena.capacity(); }, "Scratch held between calls, in bytes of address space.");
+  m.def(
+      "scratch_bytes", [] { return Pool::instance().arena.capacity(); },
+      "Scratch held between calls, in bytes of address space.");
   m.attr("MAX_ADAPTERS") = kMaxAdapters;
   m.attr("COMPILER") = __VERSION__;
 }

@@ -71,8 +71,8 @@ class Forward : Layer {
     }
   }
 
-  // One task owns a block of output columns and walks the experts in order: the sum over a token's experts has a fixed order and
-  // needs neither atomics nor a buffer per route.
+  // One task owns a block of output columns and walks the experts in order: the sum over a token's experts has a fixed order
+  // and needs neither atomics nor a buffer per route.
   void down(const Wave& wave, Rows h, float* sum) {
     parallel(blocks(call_.hidden), [&](int64_t block, Worker& worker) {
       const int columns = block_columns(call_.hidden, block);

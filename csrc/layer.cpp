@@ -8,8 +8,8 @@ namespace ktft {
 
 namespace {
 
-// Scratch for one wave's rows, per thread. Larger waves mean fewer barriers; at 24 MiB a wave of Qwen3-30B's shape holds thousands
-// of rows per thread, so barriers and uneven last tasks cost well under a percent.
+// Scratch for one wave's rows, per thread. Larger waves mean fewer barriers; at 24 MiB a wave of Qwen3-30B's shape holds
+// thousands of rows per thread, so barriers and uneven last tasks cost well under a percent.
 constexpr int64_t kWaveBytesPerThread = 24 << 20;
 constexpr int64_t kMinWaveRows = 256;
 constexpr int kRowsToReadAhead = 24;
@@ -93,9 +93,7 @@ LowRank Layer::take_low_rank(int64_t rank) {
   return low;
 }
 
-bool Layer::is_words(int64_t elements) const {
-  return kernels_.word_format == call_.compute && elements % kernels_.group == 0;
-}
+bool Layer::is_words(int64_t elements) const { return kernels_.word_format == call_.compute && elements % kernels_.group == 0; }
 
 Rows Layer::tensor_rows(const char* tensor, char* copy) {
   const int64_t row_bytes = call_.hidden * size_of(call_.compute);
@@ -166,8 +164,7 @@ const char* Layer::factor_address(int adapter, int factor, int64_t expert) const
   return a.factors[factor] + expert * factor_rows(adapter, factor) * factor_cols(adapter, factor) * size_of(a.format);
 }
 
-Operand Layer::lora_operand(Worker& worker, Direction direction, int adapter, int factor, int64_t expert,
-                            int64_t block) const {
+Operand Layer::lora_operand(Worker& worker, Direction direction, int adapter, int factor, int64_t expert, int64_t block) const {
   const Adapter& a = call_.adapters[size_t(adapter)];
   const int64_t rows = factor_rows(adapter, factor), cols = factor_cols(adapter, factor);
   const int64_t reduction = direction == kForward ? cols : rows, columns = direction == kForward ? rows : cols;
@@ -229,8 +226,8 @@ void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows 
       const int32_t row = term.rows.index ? term.rows.index[term.first + i] : int32_t(term.first + i);
       kernels_.load_rows(term.rows.words, term.rows.stride, &row, 0, 1, int(elements), worker.masked_row, elements);
       kernels_.dropout(mask, &routes_.route[size_t(chunk.begin + i)], 0, 1, int(elements), worker.masked_row, elements);
-      kernels_.decode_rows(kFp32, reinterpret_cast<const char*>(worker.masked_row), 0, 1, elements,
-                           worker.masked + i * stride, stride);
+      kernels_.decode_rows(kFp32, reinterpret_cast<const char*>(worker.masked_row), 0, 1, elements, worker.masked + i * stride,
+                           stride);
     }
     term = {{worker.masked, stride, nullptr}, 0, {}};
   }
@@ -240,8 +237,7 @@ void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows 
     const int columns = block_columns(a.rank, block);
     term.operand = lora_operand(worker, direction, adapter, factor, chunk.expert, block);
     multiply(&term, 1, count, columns, worker.c[0]);
-    kernels_.store_low_rank(worker.c[0], a.scaling, count, columns,
-                            low.values + inside * a.rank + block * kBlock, a.rank,
+    kernels_.store_low_rank(worker.c[0], a.scaling, count, columns, low.values + inside * a.rank + block * kBlock, a.rank,
                             low.words + inside * word_stride + block * kBlock * element, word_stride);
   }
 }

@@ -12,9 +12,7 @@ namespace ktft {
 
 inline int64_t size_of(Format format) { return format == kBf16 ? 2 : 4; }
 inline int64_t blocks(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
-inline int block_columns(int64_t columns, int64_t block) {
-  return int(std::min<int64_t>(kBlock, columns - block * kBlock));
-}
+inline int block_columns(int64_t columns, int64_t block) { return int(std::min<int64_t>(kBlock, columns - block * kBlock)); }
 
 // Rows of words.
 struct Rows {
@@ -31,9 +29,9 @@ struct Piece {  // rows of one expert and one set of adapters: sorted positions 
 };
 
 struct Wave {
-  int64_t begin, end;          // sorted positions
-  std::vector<Piece> pieces;   // one per group of routes with rows in the wave, by ascending expert
-  std::vector<Piece> chunks;   // the same cut to at most kChunk rows
+  int64_t begin, end;         // sorted positions
+  std::vector<Piece> pieces;  // one per group of routes with rows in the wave, by ascending expert
+  std::vector<Piece> chunks;  // the same cut to at most kChunk rows
 };
 
 // Low-rank rows of one adapter and projection: round(scale * a product), once as floats and once as words.
@@ -51,7 +49,7 @@ struct Operand {
   int64_t stride = 0;  // nt only
   int64_t words = 0;   // length of the reduction
   bool nt = false;
-  bool direct = false;  // data is the weights' own memory
+  bool direct = false;          // data is the weights' own memory
   const char* ahead = nullptr;  // see Segment
   int64_t ahead_bytes = 0;
 };
@@ -61,13 +59,13 @@ class Layer {
   explicit Layer(const LayerCall& call);
 
  protected:
-  struct Worker {        // scratch of one thread
-    float* c[2];         // C tiles [kChunk][kBlock]
-    char* operands;      // bump-allocated blocks
+  struct Worker {    // scratch of one thread
+    float* c[2];     // C tiles [kChunk][kBlock]
+    char* operands;  // bump-allocated blocks
     int64_t used;
-    char* masked;        // [kChunk] rows of words: activations after dropout
-    float* masked_row;   // one such row as floats
-    float* outer;        // [256][kBlock]
+    char* masked;       // [kChunk] rows of words: activations after dropout
+    float* masked_row;  // one such row as floats
+    float* outer;       // [256][kBlock]
   };
 
   struct Term {
@@ -82,7 +80,7 @@ class Layer {
   std::lock_guard<std::mutex> lock_;
   Routes routes_;
   std::vector<Wave> waves_;
-  int64_t wave_rows_ = 0;  // rows of the largest wave
+  int64_t wave_rows_ = 0;                 // rows of the largest wave
   int64_t hidden_stride_, inter_stride_;  // bytes of a row of words of H, I elements
   bool dropout_;
   std::vector<Worker> workers_;
@@ -104,7 +102,8 @@ class Layer {
   LowRank take_low_rank(int64_t rank);
 
   void cut_waves(int64_t bytes_per_row);
-  // Rows of words of a tensor [T, H] in the compute dtype: the tensor itself where that is the same, else converted into `copy`.
+  // Rows of words of a tensor [T, H] in the compute dtype: the tensor itself where that is the same, else converted into
+  // `copy`.
   bool is_words(int64_t elements) const;
   Rows tensor_rows(const char* tensor, char* copy);
 
@@ -136,7 +135,8 @@ class Layer {
 
   // Phases that backward runs again when nothing was saved.
   void low_rank_inputs(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up);
-  void gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up, char* saved, char* h);
+  void gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up, char* saved,
+               char* h);
   Rows low_rank_rows(const LowRank& low, int adapter) const;
 
  private:

@@ -48,11 +48,11 @@ struct LayerCall {
   bool residency_known;  // whether mincore can be believed about the weights, see prefetch.h
 };
 
-// out [T, H] in the compute dtype. saved [T * k, 2, I] in the compute dtype or null: gate and up pre-activations of the routes sorted
-// by expert; rows of invalid ids are zeroed.
+// out [T, H] in the compute dtype. saved [T * k, 2, I] in the compute dtype or null: gate and up pre-activations of the routes
+// sorted by expert; rows of invalid ids are zeroed.
 void forward(const LayerCall& call, char* out, char* saved);
 
-struct Gradients {  // null members are not computed
+struct Gradients {              // null members are not computed
   char* x;                      // [T, H] in the compute dtype
   float* top_k_weights;         // [T, k]
   std::vector<float*> factors;  // 6 per adapter, shaped like the factors; null: not computed

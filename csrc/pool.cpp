@@ -17,9 +17,7 @@ namespace {
 // Long enough to cover the gap between two phases of a call, short enough that an idle process stays idle.
 constexpr auto kSpin = std::chrono::microseconds(50);
 
-inline void pause() {
-__builtin_ia32_pause();
-}
+inline void pause() { __builtin_ia32_pause(); }
 
 // Round to nearest, denormals kept, exceptions masked, for as long as it lives.
 class FloatEnvironment {
@@ -121,7 +119,9 @@ void Pool::run_job(int threads, int64_t tasks, Task task, void* context) {
     running_.store(threads - 1, std::memory_order_relaxed);
     job_.store(((job_.load() >> 16) + 1) << 16 | uint64_t(threads));
     if (sleepers_.load() > 0) {
-      { const std::lock_guard<std::mutex> lock(sleep_mutex_); }
+      {
+        const std::lock_guard<std::mutex> lock(sleep_mutex_);
+      }
       wake_.notify_all();
     }
   }

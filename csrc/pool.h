@@ -1,8 +1,8 @@
 // Threads and scratch memory for one expert-layer call at a time.
 //
-// The caller is worker 0. Other workers spin for a short while after a job, then sleep: idle costs no CPU. Tasks are handed out by
-// one atomic ticket; nothing about a result may depend on who runs a task. Calls from several threads are served one after the
-// other (Pool::call_mutex). After fork the child gets a pool of its own.
+// The caller is worker 0. Other workers spin for a short while after a job, then sleep: idle costs no CPU. Tasks are handed out
+// by one atomic ticket; nothing about a result may depend on who runs a task. Calls from several threads are served one after
+// the other (Pool::call_mutex). After fork the child gets a pool of its own.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -27,8 +27,8 @@ class Arena {
   size_t capacity_ = 0;
 };
 
-// Ask for huge pages for memory that is about to be written for the first time: page faults of 4 KiB cost more than clearing the
-// pages (23,000 of them, 40 ms of 650, in one layer's step at 2048 tokens). Does nothing below 4 MiB.
+// Ask for huge pages for memory that is about to be written for the first time: page faults of 4 KiB cost more than clearing
+// the pages (23,000 of them, 40 ms of 650, in one layer's step at 2048 tokens). Does nothing below 4 MiB.
 void advise_huge_pages(void* data, size_t bytes);
 
 class Pool {
@@ -38,10 +38,12 @@ class Pool {
   std::mutex call_mutex;
   Arena arena;
 
-  // f(task, worker) for every task in [0, tasks), on up to `threads` threads including the caller. The first exception is rethrown.
+  // f(task, worker) for every task in [0, tasks), on up to `threads` threads including the caller. The first exception is
+  // rethrown.
   template <class Function>
   void run(int threads, int64_t tasks, Function f) {
-    run_job(threads, tasks, [](void* context, int64_t task, int worker) { (*static_cast<Function*>(context))(task, worker); }, &f);
+    run_job(
+        threads, tasks, [](void* context, int64_t task, int worker) { (*static_cast<Function*>(context))(task, worker); }, &f);
   }
 
  private:

@@ -6,9 +6,9 @@
 
 namespace ktft {
 
-// Routes (t, j) with a valid expert, stably sorted by group: within a group by token, then slot. A group is an expert or, where each
-// token has an adapter of its own, an expert and an adapter: group = expert * (adapters + 1) + adapter + 1. So no product ever mixes
-// rows of two adapters. All vectors but the last are indexed by sorted position.
+// Routes (t, j) with a valid expert, stably sorted by group: within a group by token, then slot. A group is an expert or, where
+// each token has an adapter of its own, an expert and an adapter: group = expert * (adapters + 1) + adapter + 1. So no product
+// ever mixes rows of two adapters. All vectors but the last are indexed by sorted position.
 struct Routes {
   std::vector<int64_t> route;   // t * k + j
   std::vector<int32_t> token;   // t

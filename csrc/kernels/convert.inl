@@ -54,8 +54,8 @@ void decode_rows(Format format, const char* source, ptrdiff_t stride, int64_t ro
   }
 }
 
-// A panel takes two cache lines of each row, rows far apart: no hardware prefetcher follows. Asking 32 rows ahead reads 24 instead of
-// 8 GB/s on one thread (Zen 5, 2048 x 768 and 768 x 2048 bf16 from memory; 8, 16 and 64 rows: 19, 21 and 12 to 22).
+// A panel takes two cache lines of each row, rows far apart: no hardware prefetcher follows. Asking 32 rows ahead reads 24
+// instead of 8 GB/s on one thread (Zen 5, 2048 x 768 and 768 x 2048 bf16 from memory; 8, 16 and 64 rows: 19, 21 and 12 to 22).
 constexpr int kRowsAhead = 32;
 
 template <class Mode>

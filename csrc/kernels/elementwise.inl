@@ -1,6 +1,7 @@
 // SwiGLU forward and backward, scatter, LoRA's small operands and gradients, dropout. Included by unit.inl.
 
-// e^x for x in [-87, 88] (clamped): x = n ln 2 + r, |r| <= ln 2 / 2, Taylor series to r^7 (remainder < r^8 / 8! = 5.2e-9 relative).
+// e^x for x in [-87, 88] (clamped): x = n ln 2 + r, |r| <= ln 2 / 2, Taylor series to r^7 (remainder < r^8 / 8! = 5.2e-9
+// relative).
 inline Vec::F exponential(Vec::F x) {
   x = Vec::clamp(x, -87.0f, 88.0f);
   const Vec::F n = Vec::nearest(Vec::mul(x, Vec::set1(1.44269504f)));
@@ -90,7 +91,8 @@ inline void scatter_add(const float* c, const float* factor, int rows, int cols,
     float* target = out + ptrdiff_t(out_rows[row]) * out_stride;
     const Vec::F weight = Vec::set1(factor ? factor[row] : 1.0f);
     for_columns(cols, [&](int64_t col, int lanes) {
-      const Vec::F sum = Vec::fma(weight, load_cols(kFp32, bytes(c + col), lanes), load_cols(kFp32, bytes(target + col), lanes));
+      const Vec::F sum =
+          Vec::fma(weight, load_cols(kFp32, bytes(c + col), lanes), load_cols(kFp32, bytes(target + col), lanes));
       store_cols(kFp32, bytes(target + col), sum, lanes);
     });
   }
@@ -132,7 +134,8 @@ inline void outer_rows(const float* p, ptrdiff_t p_stride, int rank, const char*
     const char* q_col = q + col * size_of(format);
     float* c_col = c + col;
     int j = 0;
-    for (; j + 8 <= rank; j += 8) outer_tile<format, 8>(p + j, p_stride, q_col, q_stride, q_rows, rows, lanes, c_col + j * kBlock);
+    for (; j + 8 <= rank; j += 8)
+      outer_tile<format, 8>(p + j, p_stride, q_col, q_stride, q_rows, rows, lanes, c_col + j * kBlock);
     for (; j < rank; ++j) outer_tile<format, 1>(p + j, p_stride, q_col, q_stride, q_rows, rows, lanes, c_col + j * kBlock);
   });
 }

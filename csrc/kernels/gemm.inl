@@ -1,4 +1,5 @@
-// The two products of table.h, for one vector unit `Vec` and one word type `Dot`. Included by unit.inl inside an anonymous namespace.
+// The two products of table.h, for one vector unit `Vec` and one word type `Dot`. Included by unit.inl inside an anonymous
+// namespace.
 //
 // Every accumulator belongs to one element of C (nt: a vector of partial sums; nn: one lane) and is fed in the order of the
 // segments' words. Tile sizes therefore never change a result.
@@ -41,8 +42,8 @@ inline void nt_tile(const Segment* segments, int count, int row, int col, int co
     for (int j = 0; j < kColTile; ++j)  // columns past the edge repeat the last one and are not stored
       b[j] = segment.b + ptrdiff_t(col + (j < cols ? j : cols - 1)) * segment.b_stride;
     const int64_t full = segment.words / Vec::kLanes * Vec::kLanes;
-    // Few rows are bound by memory, and hardware prefetchers start anew where the next rows begin on other pages. Two lines of each
-    // are enough to start them: 6 % for one row of 2048 bf16 (31 GB/s on one thread); 0, 6, 16 or all lines are slower.
+    // Few rows are bound by memory, and hardware prefetchers start anew where the next rows begin on other pages. Two lines of
+    // each are enough to start them: 6 % for one row of 2048 bf16 (31 GB/s on one thread); 0, 6, 16 or all lines are slower.
     if constexpr (kRows <= 2) {
       for (int line = 0; line < 2; ++line)
         for (int j = 0; j < kColTile; ++j) __builtin_prefetch(b[j] + kColTile * segment.b_stride + 64 * line);
@@ -84,9 +85,9 @@ inline void nt_tile(const Segment* segments, int count, int row, int col, int co
   }
 }
 
-// Activation rows of one tile, copied side by side. In the tensor they lie a power of two apart as a rule (4096 bytes for 2048 bf16),
-// which puts a tile's rows and the weights' rows into the same sets of L1. Measured on 128 rows of 2048 x 64 columns, one thread, Zen 5:
-// 432 instead of 401 GFLOP/s of 502.
+// Activation rows of one tile, copied side by side. In the tensor they lie a power of two apart as a rule (4096 bytes for 2048
+// bf16), which puts a tile's rows and the weights' rows into the same sets of L1. Measured on 128 rows of 2048 x 64 columns,
+// one thread, Zen 5: 432 instead of 401 GFLOP/s of 502.
 constexpr int kPackedBytes = 4096;
 
 template <class Dot>

@@ -4,30 +4,31 @@
 // rows of words; weights are read as rows of words (product "nt") or decoded into a panel of words (product "nn"):
 //
 //   nt   C[m, n] += sum_k A[m, k] * B[n, k]      B row-major, both operands contiguous along the reduction
-//   nn   C[m, n] += sum_k A[m, k] * P[k, n]      P a panel [words][64]: word k of column n holds elements group*k .. of column n
+//   nn   C[m, n] += sum_k A[m, k] * P[k, n]      P a panel [words][64]: word k of column n holds elements group*k .. of column
+//   n
 //
-// Each product runs over a list of segments, one after the other into the same accumulators: base weights first, then LoRA terms.
-// Determinism: an element of C is one chain of additions whose order depends on the segment lengths alone, never on the number of
-// rows or columns, the tile, or the thread.
+// Each product runs over a list of segments, one after the other into the same accumulators: base weights first, then LoRA
+// terms. Determinism: an element of C is one chain of additions whose order depends on the segment lengths alone, never on the
+// number of rows or columns, the tile, or the thread.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 
 namespace ktft {
 
-constexpr int kBlock = 64;   // columns of a panel and of a C tile
+constexpr int kBlock = 64;         // columns of a panel and of a C tile
 constexpr int kMaxSegments = 130;  // of one product: two base terms and two for each of 64 adapters
-constexpr int kChunk = 128;  // rows of a C tile: kChunk * kBlock floats are 32 KiB, which leaves L2 to the operands
+constexpr int kChunk = 128;        // rows of a C tile: kChunk * kBlock floats are 32 KiB, which leaves L2 to the operands
 
 enum Format : int { kBf16 = 0, kFp32 = 1 };
 
 struct Segment {
-  const char* a;         // activations: row i is at a + (a_rows ? a_rows[i] : i) * a_stride
-  ptrdiff_t a_stride;    // bytes
+  const char* a;          // activations: row i is at a + (a_rows ? a_rows[i] : i) * a_stride
+  ptrdiff_t a_stride;     // bytes
   const int32_t* a_rows;  // or null
-  const char* b;         // nt: row n at b + n * b_stride;  nn: panel
-  ptrdiff_t b_stride;    // bytes; unused by nn
-  int64_t words;         // length of this segment's reduction
+  const char* b;          // nt: row n at b + n * b_stride;  nn: panel
+  ptrdiff_t b_stride;     // bytes; unused by nn
+  int64_t words;          // length of this segment's reduction
   // nt, first segment: memory that the caller will want next, brought into L2 bit by bit between the tiles; or null
   const char* ahead = nullptr;
   int64_t ahead_bytes = 0;
@@ -42,8 +43,8 @@ struct Dropout {  // see ktft/reference.py: dropout_mask
 
 // One ISA level and compute dtype. C tiles are float [rows <= kChunk][kBlock]; `cols` <= kBlock.
 struct Kernels {
-  int group;           // elements per word: 2 where bf16 pairs are multiplied directly, else 1
-  Format word_format;  // format of the elements inside words: bf16 if group is 2, else fp32
+  int group;            // elements per word: 2 where bf16 pairs are multiplied directly, else 1
+  Format word_format;   // format of the elements inside words: bf16 if group is 2, else fp32
   Format saved_format;  // the compute dtype: what gate and up are rounded to and saved as
 
   void (*gemm_nt)(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate);
@@ -78,8 +79,8 @@ struct Kernels {
   void (*dropout)(const Dropout& dropout, const int64_t* routes, int64_t col0, int rows, int cols, float* c,
                   ptrdiff_t c_stride);
   // Rows of words -> fp32, cols elements from element col0.
-  void (*load_rows)(const char* words, ptrdiff_t stride, const int32_t* row_index, int64_t col0, int rows, int cols,
-                    float* out, ptrdiff_t out_stride);
+  void (*load_rows)(const char* words, ptrdiff_t stride, const int32_t* row_index, int64_t col0, int rows, int cols, float* out,
+                    ptrdiff_t out_stride);
 };
 
 // [compute dtype: 0 bf16, 1 fp32]

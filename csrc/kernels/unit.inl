@@ -4,24 +4,35 @@ namespace {
 
 using namespace ktft;
 
-#include "gemm.inl"
 #include "convert.inl"
 #include "elementwise.inl"
+#include "gemm.inl"
 
 template <Format compute, class DotType>
 struct ModeOf {
   using Dot = DotType;
-  static constexpr Format kCompute = compute;                       // dtype of products and saved values
+  static constexpr Format kCompute = compute;                        // dtype of products and saved values
   static constexpr Format kWord = Dot::kGroup == 2 ? kBf16 : kFp32;  // dtype of elements inside words
 };
 
 template <class Mode>
 constexpr Kernels make_kernels() {
   return Kernels{
-      Mode::Dot::kGroup,       Mode::kWord,           Mode::kCompute,      gemm_nt<typename Mode::Dot>,
-      gemm_nn<typename Mode::Dot>, decode_rows<Mode>, decode_panel<Mode>,  swiglu_forward<Mode>,
-      swiglu_backward<Mode>,   scatter_add,           store_rounded<Mode>, store_low_rank<Mode>,
-      outer,                   dropout,               load_rows<Mode>,
+      Mode::Dot::kGroup,
+      Mode::kWord,
+      Mode::kCompute,
+      gemm_nt<typename Mode::Dot>,
+      gemm_nn<typename Mode::Dot>,
+      decode_rows<Mode>,
+      decode_panel<Mode>,
+      swiglu_forward<Mode>,
+      swiglu_backward<Mode>,
+      scatter_add,
+      store_rounded<Mode>,
+      store_low_rank<Mode>,
+      outer,
+      dropout,
+      load_rows<Mode>,
   };
 }
 

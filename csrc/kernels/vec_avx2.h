@@ -13,18 +13,14 @@ struct Vec {
   static constexpr int kPanelVecs = 2;
   using F = __m256;
 
-  static __m256i mask(int n) {
-    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-  }
+  static __m256i mask(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)); }
   static F zero() { return _mm256_setzero_ps(); }
   static F set1(float x) { return _mm256_set1_ps(x); }
   static F load(const void* p) { return _mm256_loadu_ps(static_cast<const float*>(p)); }
   static F load_n(const void* p, int n) { return _mm256_maskload_ps(static_cast<const float*>(p), mask(n)); }
   static void store(void* p, F x) { _mm256_storeu_ps(static_cast<float*>(p), x); }
   static void store_n(void* p, F x, int n) { _mm256_maskstore_ps(static_cast<float*>(p), mask(n), x); }
-  static F widen(__m128i halves) {
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
-  }
+  static F widen(__m128i halves) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16)); }
   static F load_bf16(const void* p) { return widen(_mm_loadu_si128(static_cast<const __m128i*>(p))); }
   static F load_bf16_n(const void* p, int n) {
     alignas(16) uint16_t halves[8] = {0};

@@ -1,7 +1,7 @@
 // Sixteen fp32 lanes, and sixteen words of bf16 pairs with vdpbf16ps (AVX-512 F/BW/DQ/VL + BF16).
 //
-// vdpbf16ps accumulates, per lane, the odd then the even product of a pair with fused multiply-adds in fp32; denormal inputs count
-// as zero. Latency 6, one per cycle (Zen 4): a tile needs at least 6 accumulators.
+// vdpbf16ps accumulates, per lane, the odd then the even product of a pair with fused multiply-adds in fp32; denormal inputs
+// count as zero. Latency 6, one per cycle (Zen 4): a tile needs at least 6 accumulators.
 #pragma once
 #include <immintrin.h>
 #include <stdint.h>
@@ -22,9 +22,7 @@ struct Vec {
   static F load_n(const void* p, int n) { return _mm512_maskz_loadu_ps(mask(n), p); }
   static void store(void* p, F x) { _mm512_storeu_ps(p, x); }
   static void store_n(void* p, F x, int n) { _mm512_mask_storeu_ps(p, mask(n), x); }
-  static F widen(__m256i halves) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-  }
+  static F widen(__m256i halves) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)); }
   static F load_bf16(const void* p) { return widen(_mm256_loadu_si256(static_cast<const __m256i*>(p))); }
   static F load_bf16_n(const void* p, int n) { return widen(_mm256_maskz_loadu_epi16(mask(n), p)); }
   static __m256i to_bf16(F x) { return (__m256i)_mm512_cvtneps_pbh(x); }

@@ -15,7 +15,11 @@ struct Vec {
 
   static F zero() { return 0.0f; }
   static F set1(float x) { return x; }
-  static F load(const void* p) { F x; memcpy(&x, p, 4); return x; }
+  static F load(const void* p) {
+    F x;
+    memcpy(&x, p, 4);
+    return x;
+  }
   static F load_n(const void* p, int) { return load(p); }
   static void store(void* p, F x) { memcpy(p, &x, 4); }
   static void store_n(void* p, F x, int) { store(p, x); }
@@ -35,9 +39,15 @@ struct Vec {
     if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40);
     return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
   }
-  static void store_bf16(void* p, F x) { uint16_t half = to_bf16(x); memcpy(p, &half, 2); }
+  static void store_bf16(void* p, F x) {
+    uint16_t half = to_bf16(x);
+    memcpy(p, &half, 2);
+  }
   static void store_bf16_n(void* p, F x, int) { store_bf16(p, x); }
-  static F round_bf16(F x) { uint16_t half = to_bf16(x); return load_bf16(&half); }
+  static F round_bf16(F x) {
+    uint16_t half = to_bf16(x);
+    return load_bf16(&half);
+  }
 
   static F fma(F a, F b, F c) { return a * b + c; }
   static F add(F a, F b) { return a + b; }
@@ -53,7 +63,9 @@ struct Vec {
     return x;
   }
   static float sum(F x) { return x; }
-  static void sum4(const F acc[4], float out[4]) { for (int i = 0; i < 4; ++i) out[i] = acc[i]; }
+  static void sum4(const F acc[4], float out[4]) {
+    for (int i = 0; i < 4; ++i) out[i] = acc[i];
+  }
 };
 
 }  // namespace
