@@ -23,6 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+# As `ktft` on the command line does, for both sides: torch's OpenMP threads otherwise spin on the cores that the
+# experts' threads want next. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, RANK = 2048, 768, 128, 8, 8
 ROTATION = 16  # different routings in turn, so that a cache as large as one token's experts does not flatter anybody
 
