@@ -171,8 +171,10 @@ def train_side(side: str, directory: str, layers: int, tokens: int, lora: str, i
             ),
         )
     else:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.bfloat16, experts_implementation=implementation
+        # Made in place: loading the file as well needs half as much memory again, and this machine then runs short
+        # of it.
+        model = AutoModelForCausalLM.from_config(
+            config(layers), dtype=torch.bfloat16, experts_implementation=implementation
         )
         experts = (
             {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]} if lora == "experts" else {}
