@@ -5,7 +5,6 @@
 
 #include "cpu.h"
 #include "moe.h"
-#include "pool.h"
 
 namespace py = pybind11;
 using namespace ktft;
@@ -130,9 +129,6 @@ PYBIND11_MODULE(_C, m) {
         return levels;
       },
       py::arg("features"), "Every level, lowest first, with the features it lacks here (empty: it may run).");
-  m.def(
-      "scratch_bytes", [] { return Pool::instance().arena.capacity(); },
-      "Scratch held between calls, in bytes of address space.");
   m.attr("MAX_ADAPTERS") = kMaxAdapters;
   m.attr("COMPILER") = __VERSION__;
 }

@@ -20,7 +20,6 @@ class Arena {
  public:
   // At least `bytes`, 64-byte aligned, contents undefined. Invalidates what earlier calls returned. Throws std::bad_alloc.
   char* reserve(size_t bytes);
-  size_t capacity() const { return capacity_; }
 
  private:
   char* data_ = nullptr;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -11,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.tiny_chat import chat, tiny_tokenizer, write_chats
 from tests.tiny_models import tiny_checkpoint
-from tests.tiny_tokenizer import SIZE, save_tokenizer
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -62,14 +61,11 @@ def test_files_named_in_the_readme_exist() -> None:
 
 def test_the_python_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All python blocks in order, in one namespace, on a tiny model of the family the README names."""
-    checkpoint = tiny_checkpoint("qwen3_moe", tmp_path / "base", vocab_size=SIZE)
-    save_tokenizer(checkpoint)
+    tokenizer = tiny_tokenizer()
+    checkpoint = tiny_checkpoint("qwen3_moe", tmp_path / "base", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(checkpoint)
     monkeypatch.chdir(tmp_path)
-    records = [
-        {"messages": [{"role": "user", "content": f"{n} plus one?"}, {"role": "assistant", "content": str(n + 1)}]}
-        for n in range(8)
-    ]
-    Path("chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_chats(Path("chats.jsonl"), [chat(f"{n} plus one?", str(n + 1)) for n in range(8)])
     blocks = re.findall(r"```python\n(.*?)```", README, re.S)
     assert len(blocks) == 4
     namespace: dict[str, object] = {}
