@@ -84,7 +84,7 @@ void Pool::grow(int threads) {
   while (int(workers_.size()) + 1 < threads) {
     const int index = int(workers_.size()) + 1;
     try {
-      workers_.emplace_back(&Pool::worker_loop, this, index, job_.load());
+      workers_.emplace_back(&Pool::worker_loop, this, index, job_number(state_.load()));
     } catch (const std::system_error& error) {
       throw std::runtime_error("cannot start thread " + std::to_string(index + 1) + " of " + std::to_string(threads) + " (" +
                                error.what() + "); set KTFT_THREADS to a smaller number");
@@ -115,36 +115,47 @@ void Pool::run_job(int threads, int64_t tasks, Task task, void* context) {
   tasks_ = tasks;
   error_ = nullptr;
   ticket_.store(0, std::memory_order_relaxed);
-  if (threads > 1) {
-    running_.store(threads - 1, std::memory_order_relaxed);
-    job_.store(((job_.load() >> 16) + 1) << 16 | uint64_t(threads));
+  if (threads == 1) {
+    work(0);
+  } else {
+    // Latecomers of the last job may be inside for an instant, until they see that it is closed.
+    uint64_t idle = state_.load(std::memory_order_relaxed);
+    uint64_t opened;
+    do {
+      idle &= ~kInside;
+      opened = (job_number(idle) + 1) << 32 | uint64_t(threads) << 16;
+    } while (!state_.compare_exchange_weak(idle, opened));
     if (sleepers_.load() > 0) {
       {
         const std::lock_guard<std::mutex> lock(sleep_mutex_);
       }
       wake_.notify_all();
     }
+    work(0);
+    state_.fetch_or(kClosed);
+    while (!spin_until([&] { return (state_.load(std::memory_order_acquire) & kInside) == 0; })) std::this_thread::yield();
   }
-  work(0);
-  if (threads > 1)
-    while (!spin_until([&] { return running_.load(std::memory_order_acquire) == 0; })) std::this_thread::yield();
   if (error_) std::rethrow_exception(error_);
 }
 
 void Pool::worker_loop(int index, uint64_t seen) {
   for (;;) {
-    const auto changed = [&] { return job_.load() != seen; };
-    if (!spin_until(changed)) {
+    const auto wanted = [&] {
+      const uint64_t state = state_.load();
+      return job_number(state) != seen && !(state & kClosed) && index < participants(state);
+    };
+    if (!spin_until(wanted)) {
       std::unique_lock<std::mutex> lock(sleep_mutex_);
       sleepers_.fetch_add(1);
-      wake_.wait(lock, changed);
+      wake_.wait(lock, wanted);
       sleepers_.fetch_sub(1);
     }
-    seen = job_.load();
-    if (index < int(seen & 0xffff)) {
+    const uint64_t state = state_.fetch_add(1);  // it may be another job by now, or none
+    if (!(state & kClosed) && index < participants(state)) {
+      seen = job_number(state);
       work(index);
-      running_.fetch_sub(1, std::memory_order_release);
     }
+    state_.fetch_sub(1, std::memory_order_release);
   }
 }
 

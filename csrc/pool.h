@@ -1,8 +1,9 @@
 // Threads and scratch memory for one expert-layer call at a time.
 //
 // The caller is worker 0. Other workers spin for a short while after a job, then sleep: idle costs no CPU. Tasks are handed out
-// by one atomic ticket; nothing about a result may depend on who runs a task. Calls from several threads are served one after
-// the other (Pool::call_mutex). After fork the child gets a pool of its own.
+// by one atomic ticket; nothing about a result may depend on who runs a task. The caller waits only for workers that have
+// entered the job: one that was woken but got no core (torch's own threads spin there for a while) is not missed. Calls from
+// several threads are served one after the other (Pool::call_mutex). After fork the child gets a pool of its own.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -55,7 +56,12 @@ class Pool {
   void work(int worker);
 
   std::vector<std::thread> workers_;
-  std::atomic<uint64_t> job_{0};  // counter << 16 | participants: one load tells a worker whether a job is new and its own
+  // job number << 32 | participants << 16 | closed << 15 | workers inside. A worker enters by adding 1 and may touch the job
+  // only if the value it added to was open; the caller changes the job only while it is closed and nobody is inside.
+  std::atomic<uint64_t> state_{kClosed};
+  static constexpr uint64_t kClosed = 1 << 15, kInside = kClosed - 1;
+  static uint64_t job_number(uint64_t state) { return state >> 32; }
+  static int participants(uint64_t state) { return int(state >> 16 & 0xffff); }
   std::atomic<int> sleepers_{0};
   std::mutex sleep_mutex_;
   std::condition_variable wake_;
@@ -64,7 +70,6 @@ class Pool {
   void* context_ = nullptr;
   int64_t tasks_ = 0;
   std::atomic<int64_t> ticket_{0};
-  std::atomic<int> running_{0};
   std::exception_ptr error_;
   std::mutex error_mutex_;
 };
