@@ -23,7 +23,9 @@ class Backward : Layer {
     int64_t rank_bytes = 0;
     for (const Adapter& adapter : call_.adapters) rank_bytes += (8 * adapter.rank + 6 * words(adapter.rank)) * 4;
     const int64_t saved_stride = 2 * call_.intermediate * size_of(call_.compute);
-    cut_waves(3 * inter_stride_ + (recompute_ ? saved_stride : 0) + rank_bytes);
+    needs_x_ = recompute_;
+    for (int n = 0; n < adapters(); ++n) needs_x_ = needs_x_ || wants_factors(n);
+    cut_waves((needs_x_ ? 2 : 1) * hidden_stride_ + 3 * inter_stride_ + (recompute_ ? saved_stride : 0) + rank_bytes);
     allocate();
     reserve();
     allocate();
@@ -38,23 +40,15 @@ class Backward : Layer {
     clear_factors();
     if (gradients_.top_k_weights) memset(gradients_.top_k_weights, 0, size_t(call_.tokens * call_.top_k) * sizeof(float));
 
-    x_ = tensor_rows(call_.x, x_copy_);
-    dy_ = tensor_rows(grad_out, dy_copy_);
-    bool lora = false;
-    for (int n = 0; n < adapters(); ++n) lora = lora || wants_factors(n);
     for (const Wave& wave : waves_) {
-      if (recompute_) {
-        low_rank_inputs(wave, x_, u_gate_, u_up_);
-        gate_up(wave, x_, u_gate_, u_up_, saved_copy_, h_);
-      } else if (lora) {
-        low_rank_inputs(wave, x_, u_gate_, u_up_);
-      }
+      if (needs_x_) inputs(wave, x_, u_gate_, u_up_);
+      if (recompute_) gate_up(wave, {x_, hidden_stride_}, u_gate_, u_up_, saved_copy_, h_);
       const char* wave_saved = recompute_ ? saved_copy_ : saved + wave.begin * saved_stride;
-      down_backward_inputs(wave);
+      output_gradients(wave, grad_out);
       activations_backward(wave, wave_saved, saved_stride);
       middle(wave);
       if (gradients_.x) input_gradient(wave, sum);
-      if (lora) factor_gradients(wave);
+      factor_gradients(wave);
     }
     if (gradients_.x && call_.compute != kFp32) {
       parallel((call_.tokens + kChunk - 1) / kChunk, [&](int64_t task, Worker&) {
@@ -67,10 +61,9 @@ class Backward : Layer {
 
  private:
   const Gradients& gradients_;
-  bool recompute_ = false;
-  Rows x_, dy_;
+  bool recompute_ = false, needs_x_ = false;
   float *sum_, *partial_;
-  char *x_copy_, *dy_copy_, *saved_copy_, *h_, *d_gate_, *d_up_;
+  char *x_, *dy_, *saved_copy_, *h_, *d_gate_, *d_up_;
   // u = s drop(input) Aᵀ as in forward; v = s dY Bd, and s d gate Bg, s d up Bu.
   std::vector<LowRank> u_gate_, u_up_, u_down_, v_down_, v_gate_, v_up_;
   std::vector<float*> weighted_u_, weighted_v_;  // w u_down, w v_down
@@ -97,9 +90,8 @@ class Backward : Layer {
     begin_allocation();
     take_workers();
     sum_ = take<float>(gradients_.x && call_.compute != kFp32 ? call_.tokens * call_.hidden : 0);
-    const int64_t copy = is_words(call_.hidden) ? 0 : call_.tokens * hidden_stride_;
-    x_copy_ = take<char>(copy);
-    dy_copy_ = take<char>(copy);
+    x_ = take<char>(needs_x_ ? wave_rows_ * hidden_stride_ : 0);
+    dy_ = take<char>(wave_rows_ * hidden_stride_);
     saved_copy_ = take<char>(recompute_ ? wave_rows_ * 2 * call_.intermediate * size_of(call_.compute) : 0);
     h_ = take<char>(wave_rows_ * inter_stride_);
     d_gate_ = take<char>(wave_rows_ * inter_stride_);
@@ -115,23 +107,24 @@ class Backward : Layer {
     }
   }
 
-  void down_backward_inputs(const Wave& wave) {
-    if (adapters() == 0) return;
+  void output_gradients(const Wave& wave, const char* grad_out) {
     parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
       const Piece& chunk = wave.chunks[size_t(task)];
+      gather(wave, chunk, grad_out, dy_);
       for (int n = chunk.first_adapter; n < chunk.last_adapter; ++n)
-        low_rank(worker, wave, chunk, dy_, true, kBackward, n, 5, -1, v_down_[size_t(n)]);
+        low_rank(worker, wave, chunk, {dy_, hidden_stride_}, kBackward, n, 5, -1, v_down_[size_t(n)]);
     });
   }
 
   // c[0] of a product of base terms and, behind them, per_adapter LoRA terms for each of the piece's adapters. With dropout the
   // mask belongs to the output of an adapter's terms, so these go through a tile of their own.
-  void multiply_masked(Worker& worker, const Piece& piece, const Term* terms, int base_terms, int per_adapter, int site,
-                       int64_t row, int count, int64_t block, int columns) {
-    multiply(terms, base_terms + (dropout_ ? 0 : per_adapter * piece.adapters()), count, columns, worker.c[0]);
+  void multiply_masked(Worker& worker, const Wave& wave, const Piece& piece, const Term* terms, int base_terms, int per_adapter,
+                       int site, int64_t row, int count, int64_t block, int columns, const ReadAhead& ahead) {
+    const int64_t inside = row - wave.begin;
+    multiply(terms, base_terms + (dropout_ ? 0 : per_adapter * piece.adapters()), inside, count, columns, worker.c[0], ahead);
     if (!dropout_) return;
     for (int i = 0; i < piece.adapters(); ++i) {
-      multiply(terms + base_terms + i * per_adapter, per_adapter, count, columns, worker.c[1]);
+      multiply(terms + base_terms + i * per_adapter, per_adapter, inside, count, columns, worker.c[1]);
       kernels_.dropout(dropout_for(piece.first_adapter + i, site), &routes_.route[size_t(row)], block * kBlock, count, columns,
                        worker.c[1], kBlock);
       for (int row_in_tile = 0; row_in_tile < count; ++row_in_tile)
@@ -142,23 +135,20 @@ class Backward : Layer {
 
   void activations_backward(const Wave& wave, const char* saved, int64_t saved_stride) {
     const int64_t column_blocks = blocks(call_.intermediate), element = size_of(call_.compute);
-    Rows dy = dy_;
-    dy.index = routes_.token.data();
-    parallel(int64_t(wave.pieces.size()) * column_blocks, [&](int64_t task, Worker& worker) {
-      const Piece& piece = wave.pieces[size_t(task / column_blocks)];
-      const int64_t block = task % column_blocks;
+    parallel_steps(wave, call_.intermediate, [&](Step step, Step next, Worker& worker) {
+      const Piece& piece = *step.piece;
+      const int64_t block = step.block;
       const int columns = block_columns(call_.intermediate, block);
       Term terms[kMaxAdapters + 1];
-      terms[0] = {dy, 0, base_operand(worker, kBackward, kDown, piece.expert, block)};
+      terms[0] = {{dy_, hidden_stride_}, base_operand(worker, kBackward, kDown, piece.expert, block)};
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-        terms[1 + n - piece.first_adapter] = {low_rank_rows(v_down_[size_t(n)], n), 0,
+        terms[1 + n - piece.first_adapter] = {low_rank_rows(v_down_[size_t(n)], n),
                                               lora_operand(worker, kBackward, n, 4, piece.expert, block)};
+      const ReadAhead ahead{{base_area(kBackward, kDown, next), {}}};
       for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
         const int count = int(std::min<int64_t>(kChunk, piece.end - row));
         const int64_t inside = row - wave.begin;
-        terms[0].first = row;
-        for (int i = 1; i <= piece.adapters(); ++i) terms[i].first = inside;
-        multiply_masked(worker, piece, terms, 1, 1, 1, row, count, block, columns);
+        multiply_masked(worker, wave, piece, terms, 1, 1, 1, row, count, block, columns, ahead);
         const char* saved_gate = saved + inside * saved_stride + block * kBlock * element;
         const int64_t at = inside * inter_stride_ + block * kBlock * size_of(kernels_.word_format);
         kernels_.swiglu_backward(worker.c[0], &routes_.weight[size_t(row)], count, columns, saved_gate,
@@ -171,7 +161,7 @@ class Backward : Layer {
   // What needs whole rows of d gate, d up and h: routing-weight gradients, and the low-rank rows of the remaining products.
   void middle(const Wave& wave) {
     const int64_t column_blocks = blocks(call_.intermediate);
-    const Rows d_gate{d_gate_, inter_stride_, nullptr}, d_up{d_up_, inter_stride_, nullptr}, h{h_, inter_stride_, nullptr};
+    const Rows d_gate{d_gate_, inter_stride_}, d_up{d_up_, inter_stride_}, h{h_, inter_stride_};
     parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
       const Piece& chunk = wave.chunks[size_t(task)];
       if (gradients_.top_k_weights) {
@@ -183,10 +173,10 @@ class Backward : Layer {
         }
       }
       for (int n = chunk.first_adapter; n < chunk.last_adapter; ++n) {
-        low_rank(worker, wave, chunk, d_gate, false, kBackward, n, 1, -1, v_gate_[size_t(n)]);
-        low_rank(worker, wave, chunk, d_up, false, kBackward, n, 3, -1, v_up_[size_t(n)]);
+        low_rank(worker, wave, chunk, d_gate, kBackward, n, 1, -1, v_gate_[size_t(n)]);
+        low_rank(worker, wave, chunk, d_up, kBackward, n, 3, -1, v_up_[size_t(n)]);
         if (!wants_factors(n)) continue;
-        low_rank(worker, wave, chunk, h, false, kForward, n, 4, 1, u_down_[size_t(n)]);
+        low_rank(worker, wave, chunk, h, kForward, n, 4, 1, u_down_[size_t(n)]);
         const int64_t rank = call_.adapters[size_t(n)].rank;
         for (int64_t row = chunk.begin; row < chunk.end; ++row) {
           const int64_t first = (row - wave.begin) * rank;
@@ -200,26 +190,23 @@ class Backward : Layer {
   }
 
   void input_gradient(const Wave& wave, float* sum) {
-    const Rows d_gate{d_gate_, inter_stride_, nullptr}, d_up{d_up_, inter_stride_, nullptr};
-    parallel(blocks(call_.hidden), [&](int64_t block, Worker& worker) {
-      const int columns = block_columns(call_.hidden, block);
-      for (const Piece& piece : wave.pieces) {
-        worker.used = 0;
-        Term terms[2 * kMaxAdapters + 2];
-        terms[0] = {d_gate, 0, base_operand(worker, kBackward, kGate, piece.expert, block)};
-        terms[1] = {d_up, 0, base_operand(worker, kBackward, kUp, piece.expert, block)};
-        for (int n = piece.first_adapter; n < piece.last_adapter; ++n) {
-          Term* const lora = terms + 2 + 2 * (n - piece.first_adapter);
-          lora[0] = {low_rank_rows(v_gate_[size_t(n)], n), 0, lora_operand(worker, kBackward, n, 0, piece.expert, block)};
-          lora[1] = {low_rank_rows(v_up_[size_t(n)], n), 0, lora_operand(worker, kBackward, n, 2, piece.expert, block)};
-        }
-        for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
-          const int count = int(std::min<int64_t>(kChunk, piece.end - row));
-          for (int i = 0; i < 2 + 2 * piece.adapters(); ++i) terms[i].first = row - wave.begin;
-          multiply_masked(worker, piece, terms, 2, 2, 0, row, count, block, columns);
-          kernels_.scatter_add(worker.c[0], nullptr, count, columns, sum + block * kBlock, call_.hidden,
-                               &routes_.token[size_t(row)]);
-        }
+    const Rows d_gate{d_gate_, inter_stride_}, d_up{d_up_, inter_stride_};
+    parallel_columns(wave, call_.hidden, [&](Step step, Step next, Worker& worker) {
+      const Piece& piece = *step.piece;
+      const int columns = block_columns(call_.hidden, step.block);
+      Term terms[2 * kMaxAdapters + 2];
+      for (const Projection p : {kGate, kUp}) {
+        terms[p] = {p == kGate ? d_gate : d_up, base_operand(worker, kBackward, p, piece.expert, step.block)};
+        for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
+          terms[2 + 2 * (n - piece.first_adapter) + p] = {low_rank_rows((p == kGate ? v_gate_ : v_up_)[size_t(n)], n),
+                                                          lora_operand(worker, kBackward, n, 2 * p, piece.expert, step.block)};
+      }
+      const ReadAhead ahead{{base_area(kBackward, kGate, next), base_area(kBackward, kUp, next)}};
+      for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
+        const int count = int(std::min<int64_t>(kChunk, piece.end - row));
+        multiply_masked(worker, wave, piece, terms, 2, 2, 0, row, count, step.block, columns, ahead);
+        kernels_.scatter_add(worker.c[0], nullptr, count, columns, sum + step.block * kBlock, call_.hidden,
+                             &routes_.token[size_t(row)]);
       }
     });
   }
@@ -240,18 +227,16 @@ class Backward : Layer {
     for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
       const int count = int(std::min<int64_t>(kChunk, piece.end - row));
       const int64_t inside = row - wave.begin;
-      const int32_t* index = rows.index ? rows.index + row : nullptr;
-      const char* source = rows.index ? rows.words : rows.words + inside * rows.stride;
+      const char* source = rows.words + inside * rows.stride;
       if (dropout_ && dropout_site >= 0) {
-        kernels_.load_rows(source, rows.stride, index, block * kBlock, count, columns, worker.c[1], kBlock);
+        kernels_.load_rows(source, rows.stride, block * kBlock, count, columns, worker.c[1], kBlock);
         kernels_.dropout(dropout_for(adapter, dropout_site), &routes_.route[size_t(row)], block * kBlock, count, columns,
                          worker.c[1], kBlock);
         kernels_.outer(values + inside * rank, rank, int(rank), kFp32, reinterpret_cast<const char*>(worker.c[1]), kBlock * 4,
-                       nullptr, count, columns, worker.outer);
+                       count, columns, worker.outer);
       } else {
         kernels_.outer(values + inside * rank, rank, int(rank), kernels_.word_format,
-                       source + block * kBlock * size_of(kernels_.word_format), rows.stride, index, count, columns,
-                       worker.outer);
+                       source + block * kBlock * size_of(kernels_.word_format), rows.stride, count, columns, worker.outer);
       }
     }
     for (int64_t j = 0; j < rank; ++j)
@@ -259,11 +244,13 @@ class Backward : Layer {
   }
 
   void factor_gradients(const Wave& wave) {
+    bool wanted = false;
+    for (int n = 0; n < adapters(); ++n) wanted = wanted || wants_factors(n);
+    if (!wanted) return;
     const int64_t hidden_blocks = blocks(call_.hidden), inter_blocks = blocks(call_.intermediate);
     const int64_t per_expert = hidden_blocks + inter_blocks;
-    Rows x = x_, dy = dy_;
-    x.index = dy.index = routes_.token.data();
-    const Rows d_gate{d_gate_, inter_stride_, nullptr}, d_up{d_up_, inter_stride_, nullptr}, h{h_, inter_stride_, nullptr};
+    const Rows x{x_, hidden_stride_}, dy{dy_, hidden_stride_};
+    const Rows d_gate{d_gate_, inter_stride_}, d_up{d_up_, inter_stride_}, h{h_, inter_stride_};
     parallel(int64_t(wave.pieces.size()) * per_expert, [&](int64_t task, Worker& worker) {
       const Piece& piece = wave.pieces[size_t(task / per_expert)];
       const int64_t block = task % per_expert;

@@ -25,8 +25,8 @@ Layer::Layer(const LayerCall& call)
       lock_(pool_.call_mutex),
       routes_(group_routes(call.top_k_index, call.top_k_weights, call.tokens, call.top_k, call.experts, call.adapter_ids,
                            int64_t(call.adapters.size()))),
-      hidden_stride_(words(call.hidden) * 4),
-      inter_stride_(words(call.intermediate) * 4),
+      hidden_stride_(row_stride(call.hidden)),
+      inter_stride_(row_stride(call.intermediate)),
       dropout_(call.dropout_p > 0 && !call.adapters.empty()) {
   prefetch_experts(call_, routes_);
 }
@@ -93,17 +93,12 @@ LowRank Layer::take_low_rank(int64_t rank) {
   return low;
 }
 
-bool Layer::is_words(int64_t elements) const { return kernels_.word_format == call_.compute && elements % kernels_.group == 0; }
-
-Rows Layer::tensor_rows(const char* tensor, char* copy) {
+void Layer::gather(const Wave& wave, const Piece& chunk, const char* tensor, char* rows) const {
   const int64_t row_bytes = call_.hidden * size_of(call_.compute);
-  if (is_words(call_.hidden)) return {tensor, row_bytes, nullptr};
-  parallel((call_.tokens + kChunk - 1) / kChunk, [&](int64_t task, Worker&) {
-    const int64_t first = task * kChunk, count = std::min<int64_t>(kChunk, call_.tokens - first);
-    kernels_.decode_rows(call_.compute, tensor + first * row_bytes, row_bytes, count, call_.hidden,
-                         copy + first * hidden_stride_, hidden_stride_);
-  });
-  return {copy, hidden_stride_, nullptr};
+  for (int64_t row = chunk.begin; row < chunk.end; ++row) {
+    kernels_.decode_rows(call_.compute, tensor + routes_.token[size_t(row)] * row_bytes, row_bytes, 1, call_.hidden,
+                         rows + (row - wave.begin) * hidden_stride_, hidden_stride_);
+  }
 }
 
 Operand Layer::prepare(Worker& worker, Direction direction, const char* matrix, int64_t row_stride, Format format,
@@ -116,7 +111,6 @@ Operand Layer::prepare(Worker& worker, Direction direction, const char* matrix, 
     if (format == kernels_.word_format && reduction % kernels_.group == 0 && format == call_.compute) {
       operand.data = rows;  // the file itself
       operand.stride = row_stride;
-      operand.direct = true;
       return operand;
     }
     char* block = worker.operands + worker.used;
@@ -141,12 +135,17 @@ Operand Layer::base_operand(Worker& worker, Direction direction, Projection p, i
                  reduction, block * kBlock, block_columns(columns, block));
 }
 
-void Layer::read_ahead(Operand& operand, Direction direction, Projection p, int64_t expert, int64_t block) const {
-  if (!operand.direct) return;
+ReadAhead::Area Layer::base_area(Direction direction, Projection p, Step step) const {
+  if (!step.piece) return {};
   const Matrices& m = matrices(p);
-  const int64_t columns = (p == kDown) == (direction == kBackward) ? call_.intermediate : call_.hidden;
-  operand.ahead = reinterpret_cast<const char*>(m.addresses[expert]) + block * kBlock * m.row_stride;
-  operand.ahead_bytes = block_columns(columns, block) * m.row_stride;
+  const bool input_is_hidden = (p == kDown) == (direction == kBackward);
+  const int64_t reduction = input_is_hidden ? call_.hidden : call_.intermediate;
+  const int64_t columns = block_columns(input_is_hidden ? call_.intermediate : call_.hidden, step.block);
+  const char* const matrix = reinterpret_cast<const char*>(m.addresses[step.piece->expert]);
+  const int64_t element = size_of(m.format);
+  if ((direction == kForward) != m.transposed)
+    return {matrix + step.block * kBlock * m.row_stride, m.row_stride, columns, reduction * element};
+  return {matrix + step.block * kBlock * element, m.row_stride, reduction, columns * element};
 }
 
 int64_t Layer::factor_rows(int adapter, int factor) const {
@@ -172,7 +171,8 @@ Operand Layer::lora_operand(Worker& worker, Direction direction, int adapter, in
                  reduction, block * kBlock, block_columns(columns, block));
 }
 
-void Layer::multiply(const Term* terms, int count, int rows, int columns, float* c) const {
+void Layer::multiply(const Term* terms, int count, int64_t first, int rows, int columns, float* c,
+                     const ReadAhead& ahead) const {
   Segment segments[kMaxSegments];
   bool accumulate = false;
   for (const bool nt : {true, false}) {
@@ -180,22 +180,13 @@ void Layer::multiply(const Term* terms, int count, int rows, int columns, float*
     for (int i = 0; i < count; ++i) {
       const Term& t = terms[i];
       if (t.operand.nt != nt) continue;
-      Segment& s = segments[used++];
-      s.a = t.rows.index ? t.rows.words : t.rows.words + t.first * t.rows.stride;
-      s.a_stride = t.rows.stride;
-      s.a_rows = t.rows.index ? t.rows.index + t.first : nullptr;
-      s.b = t.operand.data;
-      s.b_stride = t.operand.stride;
-      s.words = t.operand.words;
-      s.ahead = nullptr;
-      s.ahead_bytes = 0;
-      if (rows >= kRowsToReadAhead) {  // fewer are bound by memory themselves
-        s.ahead = t.operand.ahead;
-        s.ahead_bytes = t.operand.ahead_bytes;
-      }
+      segments[used++] = {t.rows.words + first * t.rows.stride, t.rows.stride, t.operand.data, t.operand.stride,
+                          t.operand.words};
     }
     if (used == 0) continue;
-    (nt ? kernels_.gemm_nt : kernels_.gemm_nn)(segments, used, rows, columns, c, accumulate);
+    // Few rows are bound by memory themselves.
+    const bool read_ahead = terms[0].operand.nt == nt && rows >= kRowsToReadAhead;
+    (nt ? kernels_.gemm_nt : kernels_.gemm_nn)(segments, used, rows, columns, c, accumulate, read_ahead ? ahead : ReadAhead{});
     accumulate = true;
   }
 }
@@ -206,80 +197,71 @@ Dropout Layer::dropout_for(int adapter, int site) const {
 }
 
 Rows Layer::low_rank_rows(const LowRank& low, int adapter) const {
-  return {low.words, words(call_.adapters[size_t(adapter)].rank) * 4, nullptr};
+  return {low.words, words(call_.adapters[size_t(adapter)].rank) * 4};
 }
 
-void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows rows, bool rows_by_token, Direction direction,
-                     int adapter, int factor, int dropout_site, const LowRank& low) const {
+void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows rows, Direction direction, int adapter,
+                     int factor, int dropout_site, const LowRank& low) const {
   const Adapter& a = call_.adapters[size_t(adapter)];
   const int count = int(chunk.end - chunk.begin);
   const int64_t inside = chunk.begin - wave.begin;
-  Term term{rows, inside, {}};
-  if (rows_by_token) {
-    term.rows.index = routes_.token.data();
-    term.first = chunk.begin;
-  }
+  Term term{rows, {}};
+  int64_t first = inside;
   if (dropout_ && dropout_site >= 0) {  // round(mask * row), a row at a time
     const int64_t elements = factor_cols(adapter, factor), stride = words(elements) * 4;
     const Dropout mask = dropout_for(adapter, dropout_site);
     for (int i = 0; i < count; ++i) {
-      const int32_t row = term.rows.index ? term.rows.index[term.first + i] : int32_t(term.first + i);
-      kernels_.load_rows(term.rows.words, term.rows.stride, &row, 0, 1, int(elements), worker.masked_row, elements);
+      kernels_.load_rows(rows.words + (inside + i) * rows.stride, 0, 0, 1, int(elements), worker.masked_row, elements);
       kernels_.dropout(mask, &routes_.route[size_t(chunk.begin + i)], 0, 1, int(elements), worker.masked_row, elements);
       kernels_.decode_rows(kFp32, reinterpret_cast<const char*>(worker.masked_row), 0, 1, elements, worker.masked + i * stride,
                            stride);
     }
-    term = {{worker.masked, stride, nullptr}, 0, {}};
+    term.rows = {worker.masked, stride};
+    first = 0;
   }
   const int64_t word_stride = words(a.rank) * 4, element = size_of(kernels_.word_format);
   for (int64_t block = 0; block < blocks(a.rank); ++block) {
     worker.used = 0;
     const int columns = block_columns(a.rank, block);
     term.operand = lora_operand(worker, direction, adapter, factor, chunk.expert, block);
-    multiply(&term, 1, count, columns, worker.c[0]);
+    multiply(&term, 1, first, count, columns, worker.c[0]);
     kernels_.store_low_rank(worker.c[0], a.scaling, count, columns, low.values + inside * a.rank + block * kBlock, a.rank,
                             low.words + inside * word_stride + block * kBlock * element, word_stride);
   }
 }
 
-void Layer::low_rank_inputs(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up) {
-  if (adapters() == 0) return;
+void Layer::inputs(const Wave& wave, char* x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up) {
   parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
     const Piece& chunk = wave.chunks[size_t(task)];
+    gather(wave, chunk, call_.x, x);
     for (int n = chunk.first_adapter; n < chunk.last_adapter; ++n) {
-      low_rank(worker, wave, chunk, x, true, kForward, n, 0, 0, gate[size_t(n)]);
-      low_rank(worker, wave, chunk, x, true, kForward, n, 2, 0, up[size_t(n)]);
+      low_rank(worker, wave, chunk, {x, hidden_stride_}, kForward, n, 0, 0, gate[size_t(n)]);
+      low_rank(worker, wave, chunk, {x, hidden_stride_}, kForward, n, 2, 0, up[size_t(n)]);
     }
   });
 }
 
 void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up, char* saved,
                     char* h) {
-  const int64_t column_blocks = blocks(call_.intermediate);
   const int64_t saved_element = size_of(call_.compute), saved_stride = 2 * call_.intermediate * saved_element;
-  x.index = routes_.token.data();
-  parallel(int64_t(wave.pieces.size()) * column_blocks, [&](int64_t task, Worker& worker) {
-    const Piece& piece = wave.pieces[size_t(task / column_blocks)];
-    const int64_t block = task % column_blocks;
+  parallel_steps(wave, call_.intermediate, [&](Step step, Step next, Worker& worker) {
+    const Piece& piece = *step.piece;
+    const int64_t block = step.block;
     const int columns = block_columns(call_.intermediate, block);
     Term terms[2][kMaxAdapters + 1];
-    const int64_t next = task + call_.threads, tasks = int64_t(wave.pieces.size()) * column_blocks;
     for (const Projection p : {kGate, kUp}) {
-      terms[p][0] = {x, 0, base_operand(worker, kForward, p, piece.expert, block)};
-      if (next < tasks)
-        read_ahead(terms[p][0].operand, kForward, p, wave.pieces[size_t(next / column_blocks)].expert, next % column_blocks);
+      terms[p][0] = {x, base_operand(worker, kForward, p, piece.expert, block)};
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-        terms[p][1 + n - piece.first_adapter] = {low_rank_rows((p == kGate ? gate : up)[size_t(n)], n), 0,
+        terms[p][1 + n - piece.first_adapter] = {low_rank_rows((p == kGate ? gate : up)[size_t(n)], n),
                                                  lora_operand(worker, kForward, n, 2 * p + 1, piece.expert, block)};
     }
+    // Just in time, for L2 holds little more than two blocks: up during gate, and during up the gate of the next step.
+    const ReadAhead ahead[2] = {{{base_area(kForward, kUp, step), {}}}, {{base_area(kForward, kGate, next), {}}}};
     for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
       const int count = int(std::min<int64_t>(kChunk, piece.end - row));
       const int64_t inside = row - wave.begin;
-      for (const Projection p : {kGate, kUp}) {
-        terms[p][0].first = row;
-        for (int i = 1; i <= piece.adapters(); ++i) terms[p][i].first = inside;
-        multiply(terms[p], piece.adapters() + 1, count, columns, worker.c[p]);
-      }
+      for (const Projection p : {kGate, kUp})
+        multiply(terms[p], piece.adapters() + 1, inside, count, columns, worker.c[p], ahead[p]);
       char* saved_gate = saved ? saved + inside * saved_stride + block * kBlock * saved_element : nullptr;
       kernels_.swiglu_forward(worker.c[kGate], worker.c[kUp], count, columns, saved_gate,
                               saved ? saved_gate + call_.intermediate * saved_element : nullptr, saved_stride,

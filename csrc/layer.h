@@ -1,6 +1,7 @@
 // What forward.cpp and backward.cpp share: the routes of a call cut into waves, scratch, and products of activations with one
 // expert's matrices.
 #pragma once
+#include <algorithm>
 #include <memory>
 #include <mutex>
 
@@ -14,11 +15,10 @@ inline int64_t size_of(Format format) { return format == kBf16 ? 2 : 4; }
 inline int64_t blocks(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
 inline int block_columns(int64_t columns, int64_t block) { return int(std::min<int64_t>(kBlock, columns - block * kBlock)); }
 
-// Rows of words.
+// The rows of words of a wave, one per sorted position.
 struct Rows {
   const char* words = nullptr;
-  int64_t stride = 0;              // bytes
-  const int32_t* index = nullptr;  // or null: consecutive
+  int64_t stride = 0;  // bytes
 };
 
 struct Piece {  // rows of one expert and one set of adapters: sorted positions [begin, end)
@@ -26,6 +26,11 @@ struct Piece {  // rows of one expert and one set of adapters: sorted positions 
   int first_adapter, last_adapter;  // adapters [first, last) apply to these rows
 
   int adapters() const { return last_adapter - first_adapter; }
+};
+
+struct Step {  // one block of output columns of one piece
+  const Piece* piece = nullptr;
+  int64_t block = 0;
 };
 
 struct Wave {
@@ -40,6 +45,8 @@ struct LowRank {
   char* words = nullptr;    // [wave rows, word_stride]
 };
 
+constexpr int64_t kMaxBlocksPerTask = 4;  // see parallel_columns
+
 enum Projection { kGate = 0, kUp = 1, kDown = 2 };
 enum Direction { kForward, kBackward };  // y = x Wᵀ, or dx = dy W
 
@@ -49,9 +56,6 @@ struct Operand {
   int64_t stride = 0;  // nt only
   int64_t words = 0;   // length of the reduction
   bool nt = false;
-  bool direct = false;          // data is the weights' own memory
-  const char* ahead = nullptr;  // see Segment
-  int64_t ahead_bytes = 0;
 };
 
 class Layer {
@@ -70,7 +74,6 @@ class Layer {
 
   struct Term {
     Rows rows;
-    int64_t first;  // row of `rows` (or of its index) that goes with row 0 of C
     Operand operand;
   };
 
@@ -81,7 +84,7 @@ class Layer {
   Routes routes_;
   std::vector<Wave> waves_;
   int64_t wave_rows_ = 0;                 // rows of the largest wave
-  int64_t hidden_stride_, inter_stride_;  // bytes of a row of words of H, I elements
+  int64_t hidden_stride_, inter_stride_;  // bytes from row to row of a wave's rows of H, I elements
   bool dropout_;
   std::vector<Worker> workers_;
 
@@ -102,10 +105,10 @@ class Layer {
   LowRank take_low_rank(int64_t rank);
 
   void cut_waves(int64_t bytes_per_row);
-  // Rows of words of a tensor [T, H] in the compute dtype: the tensor itself where that is the same, else converted into
-  // `copy`.
-  bool is_words(int64_t elements) const;
-  Rows tensor_rows(const char* tensor, char* copy);
+  // Bytes from row to row: rows a power of two apart would share few sets of L1 (products read 6 of them at once).
+  int64_t row_stride(int64_t elements) const { return ((words(elements) * 4 + 63) / 64 | 1) * 64; }
+  // The chunk's rows of a tensor [T, H] in the compute dtype, as words.
+  void gather(const Wave& wave, const Piece& chunk, const char* tensor, char* rows) const;
 
   template <class Function>
   void parallel(int64_t tasks, Function f) {
@@ -115,26 +118,58 @@ class Layer {
     });
   }
 
+  // f(step, the thread's probable next step, worker) for all blocks of the wave's pieces, independent of each other.
+  template <class Function>
+  void parallel_steps(const Wave& wave, int64_t columns, Function f) {
+    const int64_t per_piece = blocks(columns), tasks = int64_t(wave.pieces.size()) * per_piece;
+    const auto step = [&](int64_t task) {
+      return task < tasks ? Step{&wave.pieces[size_t(task / per_piece)], task % per_piece} : Step{};
+    };
+    parallel(tasks, [&](int64_t task, Worker& worker) { f(step(task), step(task + call_.threads), worker); });
+  }
+  // The same, but one task owns some adjacent blocks and walks the pieces in order: a sum over a token's experts then has a
+  // fixed order and needs neither atomics nor a buffer per route. All its blocks take their turn at one piece, so that the
+  // piece's rows come from memory once per task.
+  template <class Function>
+  void parallel_columns(const Wave& wave, int64_t columns, Function f) {
+    const int64_t count = blocks(columns);
+    const int64_t per_task = std::max<int64_t>(1, std::min(kMaxBlocksPerTask, count / (4 * call_.threads)));
+    parallel((count + per_task - 1) / per_task, [&](int64_t task, Worker& worker) {
+      const int64_t first = task * per_task, end = std::min(count, first + per_task);
+      for (size_t i = 0; i < wave.pieces.size(); ++i) {
+        for (int64_t block = first; block < end; ++block) {
+          const Piece* const piece = &wave.pieces[i];
+          const Step next = block + 1 < end                 ? Step{piece, block + 1}
+                            : i + 1 < wave.pieces.size() ? Step{piece + 1, first}
+                                                            : Step{};
+          worker.used = 0;
+          f(Step{piece, block}, next, worker);
+        }
+      }
+    });
+  }
+
   const Matrices& matrices(Projection p) const { return p == kGate ? call_.gate : p == kUp ? call_.up : call_.down; }
   Operand prepare(Worker& worker, Direction direction, const char* matrix, int64_t row_stride, Format format, bool transposed,
                   int64_t reduction, int64_t column, int columns) const;
   Operand base_operand(Worker& worker, Direction direction, Projection p, int64_t expert, int64_t block) const;
   // factor: 0 .. 5 as in Adapter::factors.
   Operand lora_operand(Worker& worker, Direction direction, int adapter, int factor, int64_t expert, int64_t block) const;
-  // Let a direct operand read ahead the block that this thread will probably want next: `block` of `expert`.
-  void read_ahead(Operand& operand, Direction direction, Projection p, int64_t expert, int64_t block) const;
+  // What base_operand will read for the step; nothing if it has no piece.
+  ReadAhead::Area base_area(Direction direction, Projection p, Step step) const;
   int64_t factor_rows(int adapter, int factor) const;
   int64_t factor_cols(int adapter, int factor) const;
   const char* factor_address(int adapter, int factor, int64_t expert) const;
-  void multiply(const Term* terms, int count, int rows, int columns, float* c) const;
+  // Rows `first` and following of the terms' rows.
+  void multiply(const Term* terms, int count, int64_t first, int rows, int columns, float* c, const ReadAhead& ahead = {}) const;
 
   Dropout dropout_for(int adapter, int site) const;
   // low.values = low.words = round(scale * rows x factor). The rows are those of `chunk`.
-  void low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows rows, bool rows_by_token, Direction direction,
-                int adapter, int factor, int dropout_site, const LowRank& low) const;
+  void low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows rows, Direction direction, int adapter, int factor,
+                int dropout_site, const LowRank& low) const;
 
-  // Phases that backward runs again when nothing was saved.
-  void low_rank_inputs(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up);
+  // Phases that backward runs again.
+  void inputs(const Wave& wave, char* x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up);
   void gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up, char* saved,
                char* h);
   Rows low_rank_rows(const LowRank& low, int adapter) const;

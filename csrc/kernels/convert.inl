@@ -78,10 +78,9 @@ void decode_panel(Format format, const char* source, ptrdiff_t stride, int64_t r
 }
 
 template <class Mode>
-void load_rows(const char* words, ptrdiff_t stride, const int32_t* row_index, int64_t col0, int rows, int cols, float* out,
-               ptrdiff_t out_stride) {
+void load_rows(const char* words, ptrdiff_t stride, int64_t col0, int rows, int cols, float* out, ptrdiff_t out_stride) {
   for (int row = 0; row < rows; ++row) {
-    const char* source = words + ptrdiff_t(row_index ? row_index[row] : row) * stride + col0 * size_of(Mode::kWord);
+    const char* source = words + ptrdiff_t(row) * stride + col0 * size_of(Mode::kWord);
     for_columns(cols, [&](int64_t col, int lanes) {
       store_cols(kFp32, reinterpret_cast<char*>(out + row * out_stride + col),
                  load_cols(Mode::kWord, source + col * size_of(Mode::kWord), lanes), lanes);

@@ -85,10 +85,16 @@ void swiglu_backward(const float* dh, const float* route_weight, int rows, int c
   }
 }
 
+constexpr int kScatterAhead = 4;  // rows whose targets are on their way into L1
+
 inline void scatter_add(const float* c, const float* factor, int rows, int cols, float* out, ptrdiff_t out_stride,
                         const int32_t* out_rows) {
   for (int row = 0; row < rows; ++row, c += kBlock) {
     float* target = out + ptrdiff_t(out_rows[row]) * out_stride;
+    if (row + kScatterAhead < rows) {
+      const float* ahead = out + ptrdiff_t(out_rows[row + kScatterAhead]) * out_stride;
+      for (int col = 0; col < cols; col += 16) __builtin_prefetch(ahead + col, 1, 3);
+    }
     const Vec::F weight = Vec::set1(factor ? factor[row] : 1.0f);
     for_columns(cols, [&](int64_t col, int lanes) {
       const Vec::F sum =
@@ -111,39 +117,55 @@ void store_low_rank(const float* c, float scale, int rows, int cols, float* smal
   }
 }
 
-// kRanks x one vector of columns, over all rows in order.
-template <Format format, int kRanks>
-inline void outer_tile(const float* p, ptrdiff_t p_stride, const char* q, ptrdiff_t q_stride, const int32_t* q_rows, int rows,
-                       int lanes, float* c) {
-  Vec::F acc[kRanks];
+// kRanks x kVecs vectors of columns, over all rows in order.
+template <Format format, int kRanks, int kVecs>
+inline void outer_tile(const float* p, ptrdiff_t p_stride, const char* q, ptrdiff_t q_stride, int rows, int lanes, float* c) {
+  Vec::F acc[kRanks][kVecs];
 #pragma GCC unroll 8
-  for (int j = 0; j < kRanks; ++j) acc[j] = load_cols(kFp32, bytes(c + j * kBlock), lanes);
-  for (int row = 0; row < rows; ++row) {
-    const Vec::F value = load_cols(format, q + ptrdiff_t(q_rows ? q_rows[row] : row) * q_stride, lanes);
+  for (int j = 0; j < kRanks; ++j)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) acc[j][v] = load_cols(kFp32, bytes(c + j * kBlock + v * Vec::kLanes), lanes);
+  for (int row = 0; row < rows; ++row, p += p_stride, q += q_stride) {
+    Vec::F value[kVecs];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) value[v] = load_cols(format, q + v * Vec::kLanes * size_of(format), lanes);
 #pragma GCC unroll 8
-    for (int j = 0; j < kRanks; ++j) acc[j] = Vec::fma(Vec::set1(p[row * p_stride + j]), value, acc[j]);
+    for (int j = 0; j < kRanks; ++j) {
+      const Vec::F factor = Vec::set1(p[j]);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) acc[j][v] = Vec::fma(factor, value[v], acc[j][v]);
+    }
   }
 #pragma GCC unroll 8
-  for (int j = 0; j < kRanks; ++j) store_cols(kFp32, bytes(c + j * kBlock), acc[j], lanes);
+  for (int j = 0; j < kRanks; ++j)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVecs; ++v) store_cols(kFp32, bytes(c + j * kBlock + v * Vec::kLanes), acc[j][v], lanes);
+}
+
+template <Format format, int kVecs>
+inline void outer_columns(const float* p, ptrdiff_t p_stride, int rank, const char* q, ptrdiff_t q_stride, int rows, int lanes,
+                          float* c) {
+  int j = 0;
+  for (; j + Vec::kOuterRanks <= rank; j += Vec::kOuterRanks)
+    outer_tile<format, Vec::kOuterRanks, kVecs>(p + j, p_stride, q, q_stride, rows, lanes, c + j * kBlock);
+  for (; j < rank; ++j) outer_tile<format, 1, kVecs>(p + j, p_stride, q, q_stride, rows, lanes, c + j * kBlock);
 }
 
 template <Format format>
-inline void outer_rows(const float* p, ptrdiff_t p_stride, int rank, const char* q, ptrdiff_t q_stride, const int32_t* q_rows,
-                       int rows, int cols, float* c) {
-  for_columns(cols, [&](int64_t col, int lanes) {
-    const char* q_col = q + col * size_of(format);
-    float* c_col = c + col;
-    int j = 0;
-    for (; j + 8 <= rank; j += 8)
-      outer_tile<format, 8>(p + j, p_stride, q_col, q_stride, q_rows, rows, lanes, c_col + j * kBlock);
-    for (; j < rank; ++j) outer_tile<format, 1>(p + j, p_stride, q_col, q_stride, q_rows, rows, lanes, c_col + j * kBlock);
-  });
+inline void outer_rows(const float* p, ptrdiff_t p_stride, int rank, const char* q, ptrdiff_t q_stride, int rows, int cols,
+                       float* c) {
+  int col = 0;
+  for (; col + 2 * Vec::kLanes <= cols; col += 2 * Vec::kLanes)
+    outer_columns<format, 2>(p, p_stride, rank, q + col * size_of(format), q_stride, rows, Vec::kLanes, c + col);
+  for (; col < cols; col += Vec::kLanes)
+    outer_columns<format, 1>(p, p_stride, rank, q + col * size_of(format), q_stride, rows,
+                             cols - col < Vec::kLanes ? cols - col : Vec::kLanes, c + col);
 }
 
-inline void outer(const float* p, ptrdiff_t p_stride, int rank, Format q_format, const char* q, ptrdiff_t q_stride,
-                  const int32_t* q_rows, int rows, int cols, float* c) {
-  if (q_format == kBf16) outer_rows<kBf16>(p, p_stride, rank, q, q_stride, q_rows, rows, cols, c);
-  else outer_rows<kFp32>(p, p_stride, rank, q, q_stride, q_rows, rows, cols, c);
+inline void outer(const float* p, ptrdiff_t p_stride, int rank, Format q_format, const char* q, ptrdiff_t q_stride, int rows,
+                  int cols, float* c) {
+  if (q_format == kBf16) outer_rows<kBf16>(p, p_stride, rank, q, q_stride, rows, cols, c);
+  else outer_rows<kFp32>(p, p_stride, rank, q, q_stride, rows, cols, c);
 }
 
 // The hash of ktft/reference.py, in the same 32-bit integers.

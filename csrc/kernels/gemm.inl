@@ -20,9 +20,33 @@ struct Fp32Dot {
 
 constexpr int kColTile = 4;  // nt: weight rows per tile, the width of Vec::sum4
 
-inline const char* activation_row(const Segment& s, int row) {
-  return s.a + (s.a_rows ? ptrdiff_t(s.a_rows[row]) : ptrdiff_t(row)) * s.a_stride;
-}
+// Walks the areas of a ReadAhead, an equal number of cache lines for each tile.
+class AheadCursor {
+ public:
+  AheadCursor(const ReadAhead& ahead, int64_t tiles) : area_(ahead.areas), end_(ahead.areas + 2) {
+    int64_t lines = 0;
+    for (const ReadAhead::Area* area = area_; area < end_; ++area) lines += area->rows * (area->bytes / 64 + 1);
+    per_tile_ = (lines + tiles - 1) / tiles;
+    row_ = area_->data;
+  }
+  void next_tile() {
+    for (int64_t i = 0; i < per_tile_ && area_ < end_; ++i) {
+      if (row_) __builtin_prefetch(row_ + byte_, 0, 2);
+      byte_ += 64;
+      if (byte_ < area_->bytes + 63) continue;  // rows begin anywhere in a line
+      byte_ = 0;
+      row_ += area_->stride;
+      if (++done_ < area_->rows) continue;
+      done_ = 0;
+      if (++area_ < end_) row_ = area_->data;
+    }
+  }
+
+ private:
+  const ReadAhead::Area *area_, *end_;
+  const char* row_;
+  int64_t per_tile_, byte_ = 0, done_ = 0;
+};
 
 template <class Dot, int kRows>
 inline void nt_tile(const Segment* segments, int count, int row, int col, int cols, float* c, bool accumulate) {
@@ -37,7 +61,7 @@ inline void nt_tile(const Segment* segments, int count, int row, int col, int co
     const char* a[kRows];
     const char* b[kColTile];
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) a[i] = activation_row(segment, row + i);
+    for (int i = 0; i < kRows; ++i) a[i] = segment.a + ptrdiff_t(row + i) * segment.a_stride;
 #pragma GCC unroll 4
     for (int j = 0; j < kColTile; ++j)  // columns past the edge repeat the last one and are not stored
       b[j] = segment.b + ptrdiff_t(col + (j < cols ? j : cols - 1)) * segment.b_stride;
@@ -85,40 +109,17 @@ inline void nt_tile(const Segment* segments, int count, int row, int col, int co
   }
 }
 
-// Activation rows of one tile, copied side by side. In the tensor they lie a power of two apart as a rule (4096 bytes for 2048
-// bf16), which puts a tile's rows and the weights' rows into the same sets of L1. Measured on 128 rows of 2048 x 64 columns,
-// one thread, Zen 5: 432 instead of 401 GFLOP/s of 502.
-constexpr int kPackedBytes = 4096;
-
 template <class Dot>
-void gemm_nt(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate) {
+void gemm_nt(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate, const ReadAhead& ahead) {
   int row = 0;
-  const int64_t tiles = int64_t(rows / Vec::kRowTile + 1) * ((cols + kColTile - 1) / kColTile);
-  const int64_t step = (segments[0].ahead_bytes / tiles + 63) / 64 * 64;
-  int64_t ahead = 0;
-  const auto columns = [&](auto tile, const Segment* operands) {
-    for (int col = 0; col < cols; col += kColTile) {
-      for (const int64_t end = ahead + step; ahead < end && ahead < segments[0].ahead_bytes; ahead += 64)
-        __builtin_prefetch(segments[0].ahead + ahead, 0, 2);
-      tile(operands, count, row, col, cols - col < kColTile ? cols - col : kColTile, c, accumulate);
-    }
-  };
-  const ptrdiff_t bytes = 4 * segments[0].words, stride = bytes + 64;
-  if (bytes <= kPackedBytes && cols >= kBlock / 2 && rows >= Vec::kRowTile) {
-    alignas(64) char packed[Vec::kRowTile * (kPackedBytes + 64)];
-    Segment operands[kMaxSegments];
-    for (int s = 0; s < count; ++s) operands[s] = segments[s];
-    operands[0].a_stride = stride;
-    operands[0].a_rows = nullptr;
-    for (; row + Vec::kRowTile <= rows; row += Vec::kRowTile) {
-      for (int i = 0; i < Vec::kRowTile; ++i)
-        __builtin_memcpy(packed + i * stride, activation_row(segments[0], row + i), size_t(bytes));
-      operands[0].a = packed - row * stride;
-      columns(nt_tile<Dot, Vec::kRowTile>, operands);
-    }
-  }
+  AheadCursor cursor(ahead, int64_t(rows / Vec::kRowTile + 1) * ((cols + kColTile - 1) / kColTile));
   const auto sweep = [&](auto tile, int step) {
-    for (; row + step <= rows; row += step) columns(tile, segments);
+    for (; row + step <= rows; row += step) {
+      for (int col = 0; col < cols; col += kColTile) {
+        cursor.next_tile();
+        tile(segments, count, row, col, cols - col < kColTile ? cols - col : kColTile, c, accumulate);
+      }
+    }
   };
   sweep(nt_tile<Dot, Vec::kRowTile>, Vec::kRowTile);
   if constexpr (Vec::kRowTile > 4) sweep(nt_tile<Dot, 4>, 4);
@@ -139,7 +140,7 @@ inline void nn_tile(const Segment* segments, int count, int row, int col, int co
     const Segment& segment = segments[s];
     const char* a[kRows];
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) a[i] = activation_row(segment, row + i);
+    for (int i = 0; i < kRows; ++i) a[i] = segment.a + ptrdiff_t(row + i) * segment.a_stride;
     const char* panel = segment.b + 4 * ptrdiff_t(col);
     for (int64_t k = 0; k < segment.words; ++k, panel += 4 * kBlock) {
       typename Dot::X bv[kVecs];
@@ -167,13 +168,18 @@ inline void nn_tile(const Segment* segments, int count, int row, int col, int co
 }
 
 template <class Dot>
-void gemm_nn(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate) {
+void gemm_nn(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate, const ReadAhead& ahead) {
   constexpr int kCols = Vec::kPanelVecs * Vec::kLanes;
   static_assert(kBlock % kCols == 0, "a panel is a whole number of tiles");
   int row = 0;
+  AheadCursor cursor(ahead, int64_t(rows / Vec::kPanelRows + 1) * (kBlock / kCols));
   const auto sweep = [&](auto tile, int step) {
-    for (; row + step <= rows; row += step)
-      for (int col = 0; col < cols; col += kCols) tile(segments, count, row, col, cols - col, c, accumulate);
+    for (; row + step <= rows; row += step) {
+      for (int col = 0; col < cols; col += kCols) {
+        cursor.next_tile();
+        tile(segments, count, row, col, cols - col, c, accumulate);
+      }
+    }
   };
   sweep(nn_tile<Dot, Vec::kPanelRows>, Vec::kPanelRows);
   if constexpr (Vec::kPanelRows > 4) sweep(nn_tile<Dot, 4>, 4);

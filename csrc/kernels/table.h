@@ -23,15 +23,20 @@ constexpr int kChunk = 128;        // rows of a C tile: kChunk * kBlock floats a
 enum Format : int { kBf16 = 0, kFp32 = 1 };
 
 struct Segment {
-  const char* a;          // activations: row i is at a + (a_rows ? a_rows[i] : i) * a_stride
-  ptrdiff_t a_stride;     // bytes
-  const int32_t* a_rows;  // or null
-  const char* b;          // nt: row n at b + n * b_stride;  nn: panel
-  ptrdiff_t b_stride;     // bytes; unused by nn
-  int64_t words;          // length of this segment's reduction
-  // nt, first segment: memory that the caller will want next, brought into L2 bit by bit between the tiles; or null
-  const char* ahead = nullptr;
-  int64_t ahead_bytes = 0;
+  const char* a;       // activations: row i at a + i * a_stride
+  ptrdiff_t a_stride;  // bytes
+  const char* b;       // nt: row n at b + n * b_stride;  nn: panel
+  ptrdiff_t b_stride;  // bytes; unused by nn
+  int64_t words;       // length of this segment's reduction
+};
+
+// Memory that the caller will want next, brought into L2 bit by bit between the tiles of a product.
+struct ReadAhead {
+  struct Area {
+    const char* data = nullptr;
+    ptrdiff_t stride = 0;
+    int64_t rows = 0, bytes = 0;  // bytes of each row
+  } areas[2];
 };
 
 struct Dropout {  // see ktft/reference.py: dropout_mask
@@ -47,8 +52,9 @@ struct Kernels {
   Format word_format;   // format of the elements inside words: bf16 if group is 2, else fp32
   Format saved_format;  // the compute dtype: what gate and up are rounded to and saved as
 
-  void (*gemm_nt)(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate);
-  void (*gemm_nn)(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate);
+  using Gemm = void(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate, const ReadAhead& ahead);
+  Gemm* gemm_nt;
+  Gemm* gemm_nn;
 
   // Rows of stored elements -> rows of words, zero-padded to a whole word.
   void (*decode_rows)(Format format, const char* source, ptrdiff_t stride, int64_t rows, int64_t cols, char* words,
@@ -73,14 +79,13 @@ struct Kernels {
   void (*store_low_rank)(const float* c, float scale, int rows, int cols, float* small, ptrdiff_t small_stride, char* words,
                          ptrdiff_t word_stride);
   // c[j][0 .. cols) += sum_i p[i * p_stride + j] * q[i], j < rank: gradients of LoRA factors, rows i in order.
-  void (*outer)(const float* p, ptrdiff_t p_stride, int rank, Format q_format, const char* q, ptrdiff_t q_stride,
-                const int32_t* q_rows, int rows, int cols, float* c);
+  void (*outer)(const float* p, ptrdiff_t p_stride, int rank, Format q_format, const char* q, ptrdiff_t q_stride, int rows,
+                int cols, float* c);
   // c[i][0 .. cols) *= mask of (routes[i], col0 + column).
   void (*dropout)(const Dropout& dropout, const int64_t* routes, int64_t col0, int rows, int cols, float* c,
                   ptrdiff_t c_stride);
   // Rows of words -> fp32, cols elements from element col0.
-  void (*load_rows)(const char* words, ptrdiff_t stride, const int32_t* row_index, int64_t col0, int rows, int cols, float* out,
-                    ptrdiff_t out_stride);
+  void (*load_rows)(const char* words, ptrdiff_t stride, int64_t col0, int rows, int cols, float* out, ptrdiff_t out_stride);
 };
 
 // [compute dtype: 0 bf16, 1 fp32]

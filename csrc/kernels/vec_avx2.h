@@ -11,6 +11,7 @@ struct Vec {
   static constexpr int kRowTile = 3;    // 3 x 4 accumulators + 3 A + 1 B of 16 registers
   static constexpr int kPanelRows = 6;  // 6 x 2 accumulators + 2 B + 1 A
   static constexpr int kPanelVecs = 2;
+  static constexpr int kOuterRanks = 4;  // ranks x 2 vectors per tile of outer products
   using F = __m256;
 
   static __m256i mask(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)); }

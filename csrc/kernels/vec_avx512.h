@@ -13,6 +13,7 @@ struct Vec {
   static constexpr int kRowTile = 6;    // 6 x 4 accumulators + 4 B + 1 A of 32 registers
   static constexpr int kPanelRows = 6;  // 6 x 4 accumulators + 4 B + 1 A
   static constexpr int kPanelVecs = 4;
+  static constexpr int kOuterRanks = 8;  // ranks x 2 vectors per tile of outer products
   using F = __m512;
 
   static __mmask16 mask(int n) { return __mmask16((1u << n) - 1); }

@@ -11,6 +11,7 @@ struct Vec {
   static constexpr int kRowTile = 2;    // nt: rows per tile
   static constexpr int kPanelRows = 2;  // nn: rows per tile
   static constexpr int kPanelVecs = 4;  // nn: vectors per tile
+  static constexpr int kOuterRanks = 4;  // ranks x 2 vectors per tile of outer products
   using F = float;
 
   static F zero() { return 0.0f; }
