@@ -144,13 +144,18 @@ class Backward : Layer {
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
         terms[1 + n - piece.first_adapter] = {low_rank_rows(v_down_[size_t(n)], n),
                                               lora_operand(worker, kBackward, n, 4, piece.expert, block)};
-      const ReadAhead ahead{{base_area(kBackward, kDown, next), {}}};
       for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
         const int count = int(std::min<int64_t>(kChunk, piece.end - row));
         const int64_t inside = row - wave.begin;
-        multiply_masked(worker, wave, piece, terms, 1, 1, 1, row, count, block, columns, ahead);
         const char* saved_gate = saved + inside * saved_stride + block * kBlock * element;
         const int64_t at = inside * inter_stride_ + block * kBlock * size_of(kernels_.word_format);
+        ReadAhead ahead{{{saved_gate, saved_stride, count, columns * element},
+                         {saved_gate + call_.intermediate * element, saved_stride, count, columns * element},
+                         {d_gate_ + at, inter_stride_, count, columns * element},
+                         {d_up_ + at, inter_stride_, count, columns * element},
+                         {h_ + at, inter_stride_, count, columns * element},
+                         base_area(kBackward, kDown, next)}};
+        multiply_masked(worker, wave, piece, terms, 1, 1, 1, row, count, block, columns, ahead);
         kernels_.swiglu_backward(worker.c[0], &routes_.weight[size_t(row)], count, columns, saved_gate,
                                  saved_gate + call_.intermediate * element, saved_stride, d_gate_ + at, d_up_ + at, h_ + at,
                                  inter_stride_, partial_ + inside * column_blocks + block, column_blocks);

@@ -10,7 +10,7 @@ namespace {
 
 // Scratch for one wave's rows, per thread. Larger waves mean fewer barriers; at 24 MiB a wave of Qwen3-30B's shape holds
 // thousands of rows per thread, so barriers and uneven last tasks cost well under a percent.
-constexpr int64_t kWaveBytesPerThread = 24 << 20;
+constexpr int64_t kWaveBytesPerThread = 4 << 20;
 constexpr int64_t kMinWaveRows = 256;
 constexpr int kRowsToReadAhead = 24;
 

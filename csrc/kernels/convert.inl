@@ -46,7 +46,8 @@ template <class Mode>
 void decode_rows(Format format, const char* source, ptrdiff_t stride, int64_t rows, int64_t cols, char* words,
                  ptrdiff_t word_stride) {
   for (int64_t row = 0; row < rows; ++row, source += stride, words += word_stride) {
-    for_columns(cols, [&](int64_t col, int lanes) {
+    if (Mode::kWord == kBf16 && format == kBf16) __builtin_memcpy(words, source, size_t(2 * cols));
+    else for_columns(cols, [&](int64_t col, int lanes) {
       store_cols(Mode::kWord, words + col * size_of(Mode::kWord),
                  to_compute<Mode>(load_cols(format, source + col * size_of(format), lanes)), lanes);
     });
@@ -65,6 +66,13 @@ void decode_panel(Format format, const char* source, ptrdiff_t stride, int64_t r
     if (cols < kBlock) __builtin_memset(panel, 0, 4 * kBlock);
     for (int i = 0; i < Mode::Dot::kGroup; ++i)
       for (int byte = 0; byte < cols * size; byte += 64) __builtin_prefetch(source + (kRowsAhead + i) * stride + byte, 0, 2);
+    if constexpr (Mode::Dot::kGroup == 2) {
+      if (format == kBf16 && cols == kBlock && row + 1 < rows) {
+        for (int half = 0; half < 2; ++half)
+          Mode::Dot::interleave(panel + 128 * half, source + 64 * half, source + stride + 64 * half);
+        continue;
+      }
+    }
     for_columns(cols, [&](int64_t col, int lanes) {
       const char* p = source + col * size;
       char* out = panel + 4 * col;

@@ -19,37 +19,46 @@ struct Fp32Dot {
 };
 
 constexpr int kColTile = 4;  // nt: weight rows per tile, the width of Vec::sum4
+constexpr int64_t kNtStep = 16 * Vec::kLanes, kNnStep = 32;  // words of a reduction between two steps of read-ahead
 
-// Walks the areas of a ReadAhead, an equal number of cache lines for each tile.
+// Walks the areas of a ReadAhead, some cache lines at each step of a product. Steps are short: a burst of requests would wait for
+// the few that can be under way.
 class AheadCursor {
  public:
-  AheadCursor(const ReadAhead& ahead, int64_t tiles) : area_(ahead.areas), end_(ahead.areas + 2) {
+  AheadCursor(const ReadAhead& ahead, int64_t steps) : area_(ahead.areas), end_(ahead.areas + ReadAhead::kAreas) {
     int64_t lines = 0;
     for (const ReadAhead::Area* area = area_; area < end_; ++area) lines += area->rows * (area->bytes / 64 + 1);
-    per_tile_ = (lines + tiles - 1) / tiles;
-    row_ = area_->data;
+    per_step_ = (lines + steps - 1) / steps;
+    enter();
   }
-  void next_tile() {
-    for (int64_t i = 0; i < per_tile_ && area_ < end_; ++i) {
-      if (row_) __builtin_prefetch(row_ + byte_, 0, 2);
+  void step() {
+    for (int64_t i = 0; i < per_step_ && area_ < end_; ++i) {
+      __builtin_prefetch(row_ + byte_, 0, 2);
       byte_ += 64;
       if (byte_ < area_->bytes + 63) continue;  // rows begin anywhere in a line
       byte_ = 0;
       row_ += area_->stride;
       if (++done_ < area_->rows) continue;
-      done_ = 0;
-      if (++area_ < end_) row_ = area_->data;
+      ++area_;
+      enter();
     }
   }
 
  private:
   const ReadAhead::Area *area_, *end_;
-  const char* row_;
-  int64_t per_tile_, byte_ = 0, done_ = 0;
+  const char* row_ = nullptr;
+  int64_t per_step_, byte_ = 0, done_ = 0;
+
+  void enter() {
+    while (area_ < end_ && area_->rows == 0) ++area_;
+    if (area_ < end_) row_ = area_->data;
+    done_ = 0;
+  }
 };
 
 template <class Dot, int kRows>
-inline void nt_tile(const Segment* segments, int count, int row, int col, int cols, float* c, bool accumulate) {
+inline void nt_tile(const Segment* segments, int count, int row, int col, int cols, float* c, bool accumulate,
+                    AheadCursor& cursor) {
   Vec::F acc[kRows][kColTile];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i)
@@ -73,6 +82,7 @@ inline void nt_tile(const Segment* segments, int count, int row, int col, int co
         for (int j = 0; j < kColTile; ++j) __builtin_prefetch(b[j] + kColTile * segment.b_stride + 64 * line);
     }
     for (int64_t k = 0; k < full; k += Vec::kLanes) {
+      if (k % kNtStep == 0) cursor.step();
       typename Dot::X bv[kColTile];
 #pragma GCC unroll 4
       for (int j = 0; j < kColTile; ++j) bv[j] = Dot::load(b[j] + 4 * k);
@@ -112,13 +122,12 @@ inline void nt_tile(const Segment* segments, int count, int row, int col, int co
 template <class Dot>
 void gemm_nt(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate, const ReadAhead& ahead) {
   int row = 0;
-  AheadCursor cursor(ahead, int64_t(rows / Vec::kRowTile + 1) * ((cols + kColTile - 1) / kColTile));
+  AheadCursor cursor(ahead, int64_t(rows / Vec::kRowTile + 1) * ((cols + kColTile - 1) / kColTile) *
+                                (segments[0].words / kNtStep + 1));
   const auto sweep = [&](auto tile, int step) {
     for (; row + step <= rows; row += step) {
-      for (int col = 0; col < cols; col += kColTile) {
-        cursor.next_tile();
-        tile(segments, count, row, col, cols - col < kColTile ? cols - col : kColTile, c, accumulate);
-      }
+      for (int col = 0; col < cols; col += kColTile)
+        tile(segments, count, row, col, cols - col < kColTile ? cols - col : kColTile, c, accumulate, cursor);
     }
   };
   sweep(nt_tile<Dot, Vec::kRowTile>, Vec::kRowTile);
@@ -128,7 +137,8 @@ void gemm_nt(const Segment* segments, int count, int rows, int cols, float* c, b
 }
 
 template <class Dot, int kRows>
-inline void nn_tile(const Segment* segments, int count, int row, int col, int cols, float* c, bool accumulate) {
+inline void nn_tile(const Segment* segments, int count, int row, int col, int cols, float* c, bool accumulate,
+                    AheadCursor& cursor) {
   constexpr int kVecs = Vec::kPanelVecs;
   Vec::F acc[kRows][kVecs];
 #pragma GCC unroll 8
@@ -143,6 +153,7 @@ inline void nn_tile(const Segment* segments, int count, int row, int col, int co
     for (int i = 0; i < kRows; ++i) a[i] = segment.a + ptrdiff_t(row + i) * segment.a_stride;
     const char* panel = segment.b + 4 * ptrdiff_t(col);
     for (int64_t k = 0; k < segment.words; ++k, panel += 4 * kBlock) {
+      if (k % kNnStep == 0) cursor.step();
       typename Dot::X bv[kVecs];
 #pragma GCC unroll 4
       for (int j = 0; j < kVecs; ++j) bv[j] = Dot::load(panel + 4 * j * Vec::kLanes);
@@ -172,13 +183,12 @@ void gemm_nn(const Segment* segments, int count, int rows, int cols, float* c, b
   constexpr int kCols = Vec::kPanelVecs * Vec::kLanes;
   static_assert(kBlock % kCols == 0, "a panel is a whole number of tiles");
   int row = 0;
-  AheadCursor cursor(ahead, int64_t(rows / Vec::kPanelRows + 1) * (kBlock / kCols));
+  int64_t words = 0;
+  for (int s = 0; s < count; ++s) words += segments[s].words;
+  AheadCursor cursor(ahead, int64_t(rows / Vec::kPanelRows + 1) * (kBlock / kCols) * (words / kNnStep + 1));
   const auto sweep = [&](auto tile, int step) {
     for (; row + step <= rows; row += step) {
-      for (int col = 0; col < cols; col += kCols) {
-        cursor.next_tile();
-        tile(segments, count, row, col, cols - col, c, accumulate);
-      }
+      for (int col = 0; col < cols; col += kCols) tile(segments, count, row, col, cols - col, c, accumulate, cursor);
     }
   };
   sweep(nn_tile<Dot, Vec::kPanelRows>, Vec::kPanelRows);

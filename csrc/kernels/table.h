@@ -32,11 +32,12 @@ struct Segment {
 
 // Memory that the caller will want next, brought into L2 bit by bit between the tiles of a product.
 struct ReadAhead {
+  static constexpr int kAreas = 6;
   struct Area {
     const char* data = nullptr;
     ptrdiff_t stride = 0;
     int64_t rows = 0, bytes = 0;  // bytes of each row
-  } areas[2];
+  } areas[kAreas];
 };
 
 struct Dropout {  // see ktft/reference.py: dropout_mask

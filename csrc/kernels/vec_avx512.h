@@ -77,6 +77,15 @@ struct Bf16Dot {
   static __m256i load_rounded(bool is_bf16, const char* p, int n) {
     return is_bf16 ? _mm256_maskz_loadu_epi16(Vec::mask(n), p) : Vec::to_bf16(Vec::load_n(p, n));
   }
+  // Two vectors of words of a panel from two rows of 32 bf16.
+  static void interleave(char* out, const char* even, const char* odd) {
+    const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
+    const __m512i low = _mm512_set_epi64(0x002f000f002e000e, 0x002d000d002c000c, 0x002b000b002a000a, 0x0029000900280008,
+                                         0x0027000700260006, 0x0025000500240004, 0x0023000300220002, 0x0021000100200000);
+    _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, low, b));
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    _mm512_storeu_si512(out + 64, _mm512_permutex2var_epi16(a, high, b));
+  }
   // n words of a panel: n columns of two neighbouring rows interleaved (null: the last row has no partner).
   static void store_pairs(char* out, bool is_bf16, const char* even, const char* odd, int n) {
     X words = _mm512_cvtepu16_epi32(load_rounded(is_bf16, even, n));
