@@ -1,8 +1,82 @@
-"""Settings for every test; read before torch is imported."""
+"""Settings for every test, read before torch is imported, and the fixtures that several files share.
+
+Torch is imported inside the fixtures, after the settings.
+"""
+
+from __future__ import annotations
 
 import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Torch's OpenMP threads spin while they wait and, where another process is busy, slow tiny models a hundredfold.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # No test may reach a model hub by accident.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+# --- training and chatting
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny chat model with its tokenizer; not to be changed."""
+    from tests.tiny_chat import tiny_chat_model
+
+    return tiny_chat_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of eleven short chats."""
+    from tests.tiny_train import tiny_data
+
+    return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+# --- adapter directories
+
+
+@pytest.fixture(scope="module")
+def moe_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE checkpoint; not to be changed."""
+    from tests.tiny_models import tiny_checkpoint
+
+    return tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("adapters") / "base")
+
+
+@pytest.fixture
+def moe_base(moe_directory: Path) -> PreTrainedModel:
+    """It, loaded by ktft in fp32."""
+    import torch
+
+    from ktft.model import load_model
+
+    return load_model(moe_directory, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def good_adapter(moe_directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an adapter of it with random A and B; not to be changed."""
+    from peft import LoraConfig
+
+    from ktft.adapters import get_peft_model
+    from ktft.model import load_model
+    from tests.tiny_adapter import FIELDS
+
+    path = tmp_path_factory.mktemp("adapters") / "good"
+    model = get_peft_model(load_model(moe_directory), LoraConfig(**FIELDS, init_lora_weights=False))
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def adapter(good_adapter: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(good_adapter, tmp_path / "adapter"))

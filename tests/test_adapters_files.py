@@ -16,64 +16,14 @@ import peft
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from ktft.adapters import AdapterError, KtftPeftModel, get_peft_model, load_adapter
 from ktft.adapters.layout import unpack_fused
 from ktft.model import load_model
-from tests.tiny_models import tiny_checkpoint, tiny_input
-
-FIELDS: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "experts"], "task_type": "CAUSAL_LM"}
-EXPERT = "base_model.model.model.layers.1.mlp.experts.4.up_proj.lora_B.weight"
-LINEAR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("files") / "base")
-
-
-@pytest.fixture
-def base(directory: Path) -> PreTrainedModel:
-    return load_model(directory, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def good(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter directory with random A and B; not to be changed."""
-    path = tmp_path_factory.mktemp("files") / "good"
-    model = get_peft_model(load_model(directory), LoraConfig(**FIELDS, init_lora_weights=False))
-    model.save_pretrained(path)
-    return path
-
-
-@pytest.fixture
-def adapter(good: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
-    for file in good.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(tiny_input()).logits
-
-
-def edit_tensors(adapter: Path, change: Callable[[dict[str, torch.Tensor]], object], metadata: bool = True) -> None:
-    file = adapter / "adapter_model.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        kept = opened.metadata() if metadata else {"format": "pt"}
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata=kept)
-
-
-def edit_config(adapter: Path, **changes: Any) -> None:
-    file = adapter / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+from tests.tiny_adapter import EXPERT, FIELDS, LINEAR, edit_config, edit_tensors, logits
+from tests.tiny_models import tiny_checkpoint
 
 
 def parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -121,13 +71,15 @@ def rename(old: str, new: str) -> Callable[[dict[str, torch.Tensor]], object]:
         (lambda t: t[LINEAR].fill_(float("inf")), "q_proj.lora_A.weight' holds NaN or infinity"),
     ],
 )
-def test_a_damaged_file_is_refused_by_tensor(adapter: Path, base: PreTrainedModel, change: Any, message: str) -> None:
+def test_a_damaged_file_is_refused_by_tensor(
+    adapter: Path, moe_base: PreTrainedModel, change: Any, message: str
+) -> None:
     edit_tensors(adapter, change)
-    before = logits(base)
+    before = logits(moe_base)
     with pytest.raises(AdapterError, match=message):
-        load_adapter(base, adapter)
-    assert torch.equal(logits(base), before)
-    model = get_peft_model(base, LoraConfig(**FIELDS))
+        load_adapter(moe_base, adapter)
+    assert torch.equal(logits(moe_base), before)
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS))
     with pytest.raises(AdapterError, match=message):
         model.load_adapter(adapter, "second")
     values = parameters(model)
@@ -159,53 +111,56 @@ def test_a_damaged_file_is_refused_by_tensor(adapter: Path, base: PreTrainedMode
     ],
 )
 def test_a_config_that_does_not_fit_the_tensors_is_refused(
-    adapter: Path, base: PreTrainedModel, changes: dict[str, Any], message: str
+    adapter: Path, moe_base: PreTrainedModel, changes: dict[str, Any], message: str
 ) -> None:
     edit_config(adapter, **changes)
-    before = logits(base)
+    before = logits(moe_base)
     with pytest.raises(AdapterError, match=message):
-        load_adapter(base, adapter)
-    assert torch.equal(logits(base), before)
+        load_adapter(moe_base, adapter)
+    assert torch.equal(logits(moe_base), before)
 
 
-def test_files_that_are_missing_or_broken(adapter: Path, base: PreTrainedModel) -> None:
+def test_files_that_are_missing_or_broken(adapter: Path, moe_base: PreTrainedModel) -> None:
     weights, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
     whole = weights.read_bytes()
     for damaged in (whole[:-100], whole[: len(whole) // 2], whole[:7], b"", whole + b"more"):
         weights.write_bytes(damaged)
         with pytest.raises(AdapterError, match=r"adapter_model\.safetensors"):
-            load_adapter(base, adapter)
+            load_adapter(moe_base, adapter)
     weights.rename(adapter / "adapter_model.bin")
     with pytest.raises(AdapterError, match="pickled"):
-        load_adapter(base, adapter)
+        load_adapter(moe_base, adapter)
     config.write_text("{")
     with pytest.raises(AdapterError, match="JSON"):
-        load_adapter(base, adapter)
+        load_adapter(moe_base, adapter)
     config.unlink()
     with pytest.raises(AdapterError, match=r"no adapter_config\.json"):
-        load_adapter(base, adapter)
+        load_adapter(moe_base, adapter)
     with pytest.raises(AdapterError, match="neither an adapter directory nor"):
-        load_adapter(base, adapter / "nowhere")
+        load_adapter(moe_base, adapter / "nowhere")
 
 
-def test_a_newer_format_is_refused(adapter: Path, base: PreTrainedModel) -> None:
+def test_a_newer_format_is_refused(adapter: Path, moe_base: PreTrainedModel) -> None:
     file = adapter / "adapter_model.safetensors"
     save_file(load_file(file), file, metadata={"ktft": json.dumps({"format": 2, "training": {}})})
     with pytest.raises(AdapterError, match="format 2"):
-        load_adapter(base, adapter)
+        load_adapter(moe_base, adapter)
 
 
 def test_without_metadata_the_values_are_the_same(
-    good: Path, adapter: Path, base: PreTrainedModel, directory: Path
+    good_adapter: Path, adapter: Path, moe_base: PreTrainedModel, moe_directory: Path
 ) -> None:
     edit_tensors(adapter, lambda tensors: None, metadata=False)
-    model, other = load_adapter(base, adapter), load_adapter(load_model(directory, dtype=torch.float32), good)
+    model, other = (
+        load_adapter(moe_base, adapter),
+        load_adapter(load_model(moe_directory, dtype=torch.float32), good_adapter),
+    )
     assert torch.equal(logits(model), logits(other))
 
 
-def test_half_precision_files_are_read_exactly(good: Path, adapter: Path, base: PreTrainedModel) -> None:
+def test_half_precision_files_are_read_exactly(good_adapter: Path, adapter: Path, moe_base: PreTrainedModel) -> None:
     edit_tensors(adapter, lambda t: t.update({key: value.bfloat16() for key, value in t.items()}))
-    values = parameters(load_adapter(base, adapter))
+    values = parameters(load_adapter(moe_base, adapter))
     assert {value.dtype for value in values.values()} == {torch.float32}
     stored = load_file(adapter / "adapter_model.safetensors")
     stack = values["base_model.model.model.layers.1.mlp.experts.lora_B.default.up"]
@@ -213,7 +168,7 @@ def test_half_precision_files_are_read_exactly(good: Path, adapter: Path, base: 
 
 
 def test_per_expert_adapters_of_transformers_4(
-    good: Path, adapter: Path, base: PreTrainedModel, directory: Path
+    good_adapter: Path, adapter: Path, moe_base: PreTrainedModel, moe_directory: Path
 ) -> None:
     """Every expert a module: the same tensors, and a config that names modules."""
     edit_tensors(adapter, lambda tensors: None, metadata=False)
@@ -226,15 +181,18 @@ def test_per_expert_adapters_of_transformers_4(
         lora_dropout=0.1,
         peft_version="0.13.0",
     )
-    model, other = load_adapter(base, adapter), load_adapter(load_model(directory, dtype=torch.float32), good)
+    model, other = (
+        load_adapter(moe_base, adapter),
+        load_adapter(load_model(moe_directory, dtype=torch.float32), good_adapter),
+    )
     assert torch.equal(logits(model), logits(other))
     assert model.peft_config["default"].lora_dropout == 0.1
 
 
-def test_loading_keeps_the_parameters(good: Path, base: PreTrainedModel) -> None:
-    model = get_peft_model(base, LoraConfig(**FIELDS))
+def test_loading_keeps_the_parameters(good_adapter: Path, moe_base: PreTrainedModel) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS))
     before = dict(model.named_parameters())
-    result = model.load_adapter(good, "default", is_trainable=True)
+    result = model.load_adapter(good_adapter, "default", is_trainable=True)
     assert result.missing_keys == [] and result.unexpected_keys == []
     after = dict(model.named_parameters())
     assert list(before) == list(after) and all(before[name] is after[name] for name in before)
@@ -242,24 +200,24 @@ def test_loading_keeps_the_parameters(good: Path, base: PreTrainedModel) -> None
     assert all(p.any() for n, p in after.items() if "lora_B" in n)
 
 
-def test_loading_into_an_adapter_of_another_shape_is_refused(good: Path, base: PreTrainedModel) -> None:
-    model = get_peft_model(base, LoraConfig(**{**FIELDS, "lora_alpha": 5}))
+def test_loading_into_an_adapter_of_another_shape_is_refused(good_adapter: Path, moe_base: PreTrainedModel) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**{**FIELDS, "lora_alpha": 5}))
     with pytest.raises(AdapterError, match="scaling 2 by"):
-        model.load_adapter(good, "default")
+        model.load_adapter(good_adapter, "default")
     model.add_adapter("wider", LoraConfig(**{**FIELDS, "target_modules": ["q_proj", "o_proj", "experts"]}))
     with pytest.raises(AdapterError, match="o_proj"):
-        model.load_adapter(good, "wider")
+        model.load_adapter(good_adapter, "wider")
     model.add_adapter(
         "ranks", LoraConfig(**{**FIELDS, "rank_pattern": {"experts": 2}, "alpha_pattern": {"experts": 4}})
     )
     with pytest.raises(AdapterError, match="has rank 2"):
-        model.load_adapter(good, "ranks")
+        model.load_adapter(good_adapter, "ranks")
 
 
-def test_further_adapters_come_inactive(good: Path, base: PreTrainedModel) -> None:
-    model = get_peft_model(base, LoraConfig(**FIELDS))
+def test_further_adapters_come_inactive(good_adapter: Path, moe_base: PreTrainedModel) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS))
     before = logits(model)
-    assert load_adapter(model, good, "second") is model
+    assert load_adapter(model, good_adapter, "second") is model
     assert not model.training
     assert torch.equal(logits(model), before)
     model.set_adapter("second")
@@ -276,7 +234,7 @@ def test_fused_layout_by_hand() -> None:
     assert (b @ a).flatten().tolist() == [31.0, 4200.0]
 
 
-def fused(directory: Path, path: Path, h: int, i: int, legacy: bool, only_gate_up: bool = False, **config: Any) -> Path:
+def fused(path: Path, h: int, i: int, legacy: bool, only_gate_up: bool = False, **config: Any) -> Path:
     """A fused adapter file of one family member with 2 layers, 6 experts and rank 2."""
     e, r = 6, 2
     parts = [("gate_up_proj", ".base_layer", h, 2 * i), ("down_proj", "", i, h)]
@@ -298,29 +256,27 @@ def fused(directory: Path, path: Path, h: int, i: int, legacy: bool, only_gate_u
     return path
 
 
-def test_the_layout_of_old_peft_is_refused(directory: Path, base: PreTrainedModel, tmp_path: Path) -> None:
+def test_the_layout_of_old_peft_is_refused(moe_base: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match="in and out exchanged"):
-        load_adapter(base, fused(directory, tmp_path / "shape", 40, 28, legacy=True, peft_version=None))
+        load_adapter(moe_base, fused(tmp_path / "shape", 40, 28, legacy=True, peft_version=None))
     with pytest.raises(AdapterError, match=r"PEFT 0\.18\.1 wrote it"):
-        load_adapter(base, fused(directory, tmp_path / "version", 40, 28, legacy=True, peft_version="0.18.1"))
-    load_adapter(base, fused(directory, tmp_path / "new", 40, 28, legacy=False, peft_version=None))
+        load_adapter(moe_base, fused(tmp_path / "version", 40, 28, legacy=True, peft_version="0.18.1"))
+    load_adapter(moe_base, fused(tmp_path / "new", 40, 28, legacy=False, peft_version=None))
 
 
 def test_an_ambiguous_layout_is_decided_by_the_version_or_refused(tmp_path: Path) -> None:
     directory = tiny_checkpoint("qwen3_moe", tmp_path / "base", moe_intermediate_size=20)
     base = load_model(directory)
-    load_adapter(
-        base, fused(directory, tmp_path / "shape", 40, 20, legacy=False, peft_version=None)
-    ).unload()  # down tells
-    unknown = fused(directory, tmp_path / "unknown", 40, 20, legacy=False, only_gate_up=True, peft_version=None)
+    load_adapter(base, fused(tmp_path / "shape", 40, 20, legacy=False, peft_version=None)).unload()  # down tells
+    unknown = fused(tmp_path / "unknown", 40, 20, legacy=False, only_gate_up=True, peft_version=None)
     with pytest.raises(AdapterError, match="neither peft_version"):
         load_adapter(base, unknown)
     with pytest.raises(AdapterError, match=r"PEFT 0\.19\.0 wrote it"):
-        load_adapter(base, fused(directory, tmp_path / "old", 40, 20, legacy=True, peft_version="0.19.0"))
-    load_adapter(base, fused(directory, tmp_path / "new", 40, 20, legacy=False, peft_version="0.19.1"))
+        load_adapter(base, fused(tmp_path / "old", 40, 20, legacy=True, peft_version="0.19.0"))
+    load_adapter(base, fused(tmp_path / "new", 40, 20, legacy=False, peft_version="0.19.1"))
 
 
-def test_fused_files_are_accounted_for_too(directory: Path, base: PreTrainedModel, tmp_path: Path) -> None:
+def test_fused_files_are_accounted_for_too(moe_base: PreTrainedModel, tmp_path: Path) -> None:
     key = "base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"
     for number, (change, message) in enumerate(
         [
@@ -341,23 +297,23 @@ def test_fused_files_are_accounted_for_too(directory: Path, base: PreTrainedMode
             ),
         ]
     ):
-        path = fused(directory, tmp_path / str(number), 40, 28, legacy=False)
+        path = fused(tmp_path / str(number), 40, 28, legacy=False)
         edit_tensors(path, change)
         with pytest.raises(AdapterError, match=message):
-            load_adapter(base, path)
+            load_adapter(moe_base, path)
 
 
 # --- saving -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_directory_holds_two_plain_files(good: Path, directory: Path) -> None:
-    assert sorted(file.name for file in good.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    config = json.loads((good / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(directory)
+def test_a_directory_holds_two_plain_files(good_adapter: Path, moe_directory: Path) -> None:
+    assert sorted(file.name for file in good_adapter.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    config = json.loads((good_adapter / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(moe_directory)
     assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
     assert config["rank_pattern"] == {r".*\.gate_up_proj": 6} and config["alpha_pattern"] == {r".*\.gate_up_proj": 12}
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (3, 6, 0.0)
-    tensors = load_file(good / "adapter_model.safetensors")
+    tensors = load_file(good_adapter / "adapter_model.safetensors")
     assert len(tensors) == 2 * (2 + 6 * 6) and {t.dtype for t in tensors.values()} == {torch.float32}
     assert tensors[EXPERT].shape == (28, 3)
 
@@ -370,27 +326,27 @@ def test_mixtral_keeps_its_published_names(tmp_path: Path) -> None:
     assert keys["base_model.model.model.layers.1.block_sparse_moe.experts.4.w2.lora_A.weight"].shape == (3, 28)
 
 
-def test_every_adapter_is_saved_in_its_place(base: PreTrainedModel, directory: Path, tmp_path: Path) -> None:
-    model = get_peft_model(base, LoraConfig(**FIELDS, init_lora_weights=False))
+def test_every_adapter_is_saved_in_its_place(moe_base: PreTrainedModel, moe_directory: Path, tmp_path: Path) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS, init_lora_weights=False))
     model.add_adapter("second", LoraConfig(r=2, target_modules=["experts"], init_lora_weights=False))
     model.save_pretrained(tmp_path)
     model.save_pretrained(tmp_path / "one", selected_adapters=["second"])
     assert sorted(file.name for file in (tmp_path / "one").iterdir()) == ["second"]
     for name, path in (("default", tmp_path), ("second", tmp_path / "second")):
         model.set_adapter(name)
-        other = load_adapter(load_model(directory, dtype=torch.float32), path)
+        other = load_adapter(load_model(moe_directory, dtype=torch.float32), path)
         assert torch.equal(logits(other), logits(model))
     with pytest.raises(AdapterError, match="nobody"):
         model.save_pretrained(tmp_path, selected_adapters=["nobody"])
 
 
-def test_other_processes_write_nothing(base: PreTrainedModel, tmp_path: Path) -> None:
-    get_peft_model(base, LoraConfig(**FIELDS)).save_pretrained(tmp_path / "x", is_main_process=False)
+def test_other_processes_write_nothing(moe_base: PreTrainedModel, tmp_path: Path) -> None:
+    get_peft_model(moe_base, LoraConfig(**FIELDS)).save_pretrained(tmp_path / "x", is_main_process=False)
     assert not (tmp_path / "x").exists()
 
 
-def test_values_can_come_from_a_state_dict(base: PreTrainedModel, tmp_path: Path) -> None:
-    model = get_peft_model(base, LoraConfig(**FIELDS, init_lora_weights=False))
+def test_values_can_come_from_a_state_dict(moe_base: PreTrainedModel, tmp_path: Path) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS, init_lora_weights=False))
     state = {name: value * 2 for name, value in model.state_dict().items()}
     model.save_pretrained(tmp_path, state_dict=state)
     stack = dict(model.named_parameters())["base_model.model.model.layers.1.mlp.experts.lora_B.default.up"]
@@ -409,35 +365,39 @@ def test_values_can_come_from_a_state_dict(base: PreTrainedModel, tmp_path: Path
         ({"misspelt": 1}, "misspelt"),
     ],
 )
-def test_arguments_that_cannot_be_served(base: PreTrainedModel, tmp_path: Path, arguments: Any, message: str) -> None:
+def test_arguments_that_cannot_be_served(
+    moe_base: PreTrainedModel, tmp_path: Path, arguments: Any, message: str
+) -> None:
     with pytest.raises(AdapterError, match=message):
-        get_peft_model(base, LoraConfig(**FIELDS)).save_pretrained(tmp_path, **arguments)
+        get_peft_model(moe_base, LoraConfig(**FIELDS)).save_pretrained(tmp_path, **arguments)
 
 
-def test_a_diverged_adapter_is_not_saved(good: Path, adapter: Path, base: PreTrainedModel) -> None:
-    model = load_adapter(base, good)
+def test_a_diverged_adapter_is_not_saved(good_adapter: Path, adapter: Path, moe_base: PreTrainedModel) -> None:
+    model = load_adapter(moe_base, good_adapter)
     with torch.no_grad():
         model.get_parameter("base_model.model.model.layers.1.mlp.experts.lora_B.default.up")[4, 0, 0] = float("nan")
     with pytest.raises(AdapterError, match=EXPERT):
         model.save_pretrained(adapter)
-    assert (adapter / "adapter_model.safetensors").read_bytes() == (good / "adapter_model.safetensors").read_bytes()
+    assert (adapter / "adapter_model.safetensors").read_bytes() == (
+        good_adapter / "adapter_model.safetensors"
+    ).read_bytes()
 
 
-def test_the_base_directory_is_not_written_into(directory: Path, base: PreTrainedModel, tmp_path: Path) -> None:
-    model = get_peft_model(base, LoraConfig(**FIELDS))
-    before = {file.name for file in directory.iterdir()}
-    (tmp_path / "link").symlink_to(directory)
-    for path in (directory, tmp_path / "link"):
+def test_the_base_directory_is_not_written_into(moe_directory: Path, moe_base: PreTrainedModel, tmp_path: Path) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS))
+    before = {file.name for file in moe_directory.iterdir()}
+    (tmp_path / "link").symlink_to(moe_directory)
+    for path in (moe_directory, tmp_path / "link"):
         with pytest.raises(AdapterError, match="base model lies there"):
             model.save_pretrained(path)
     model.get_base_model().name_or_path = ""  # the mapped files tell, too
     with pytest.raises(AdapterError, match="base model lies there"):
-        model.save_pretrained(directory)
-    assert {file.name for file in directory.iterdir()} == before
+        model.save_pretrained(moe_directory)
+    assert {file.name for file in moe_directory.iterdir()} == before
 
 
-def test_a_scaled_adapter_is_not_saved(base: PreTrainedModel, tmp_path: Path) -> None:
-    model = get_peft_model(base, LoraConfig(**FIELDS))
+def test_a_scaled_adapter_is_not_saved(moe_base: PreTrainedModel, tmp_path: Path) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS))
     layer = model.get_submodule("base_model.model.model.layers.0.mlp.experts")
     layer.scale_layer(0.5)
     with pytest.raises(AdapterError, match="unscale_layer"):
@@ -473,38 +433,41 @@ model.save_pretrained(sys.argv[2])
 """
 
 
-def killed_save(directory: Path, adapter: Path, replaced: int, alpha: str) -> None:
+def killed_save(moe_directory: Path, adapter: Path, replaced: int, alpha: str) -> None:
     """Save onto ``adapter`` in a process that dies after so many files have been put in their place."""
-    command = [sys.executable, "-c", KILLED, str(directory), str(adapter), str(replaced), alpha]
+    command = [sys.executable, "-c", KILLED, str(moe_directory), str(adapter), str(replaced), alpha]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, check=False)
     assert done.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("replaced", [0, 1])
 def test_a_killed_save_leaves_the_previous_adapter(
-    good: Path, adapter: Path, base: PreTrainedModel, directory: Path, replaced: int
+    good_adapter: Path, adapter: Path, moe_base: PreTrainedModel, moe_directory: Path, replaced: int
 ) -> None:
     """Killed before the first file is in its place, and between the two."""
-    killed_save(directory, adapter, replaced, "same")
-    model, other = load_adapter(base, adapter), load_adapter(load_model(directory, dtype=torch.float32), good)
+    killed_save(moe_directory, adapter, replaced, "same")
+    model, other = (
+        load_adapter(moe_base, adapter),
+        load_adapter(load_model(moe_directory, dtype=torch.float32), good_adapter),
+    )
     assert torch.equal(logits(model), logits(other))
 
 
 def test_a_save_killed_between_different_files_is_refused(
-    adapter: Path, base: PreTrainedModel, directory: Path
+    adapter: Path, moe_base: PreTrainedModel, moe_directory: Path
 ) -> None:
     """The new config over the old tensors: the same shapes, another scaling."""
-    killed_save(directory, adapter, 1, "12")
+    killed_save(moe_directory, adapter, 1, "12")
     with pytest.raises(AdapterError, match="scaling"):
-        load_adapter(base, adapter)
+        load_adapter(moe_base, adapter)
 
 
-def test_resized_embeddings_are_refused(base: PreTrainedModel, directory: Path, tmp_path: Path) -> None:
-    model = get_peft_model(base, LoraConfig(**FIELDS))
+def test_resized_embeddings_are_refused(moe_base: PreTrainedModel, moe_directory: Path, tmp_path: Path) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS))
     model.get_base_model().resize_token_embeddings(128)
     with pytest.raises(AdapterError, match=r"128 rows.*vocab_size 96"):
         model.save_pretrained(tmp_path)
-    resized = load_model(directory)
+    resized = load_model(moe_directory)
     resized.resize_token_embeddings(128)
     with pytest.raises(AdapterError, match=r"128 rows.*vocab_size 96"):
         get_peft_model(resized, LoraConfig(**FIELDS))
@@ -513,32 +476,32 @@ def test_resized_embeddings_are_refused(base: PreTrainedModel, directory: Path, 
 # --- stock PEFT on a ktft model ---------------------------------------------------------------------------------------
 
 
-def test_stock_peft_does_not_load_onto_a_ktft_model(good: Path, base: PreTrainedModel) -> None:
+def test_stock_peft_does_not_load_onto_a_ktft_model(good_adapter: Path, moe_base: PreTrainedModel) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(RuntimeError, match=r"ktft\.load_adapter"):
-            PeftModel.from_pretrained(base, good)
+            PeftModel.from_pretrained(moe_base, good_adapter)
 
 
-def test_stock_peft_does_not_load_fused_tensors_either(directory: Path, base: PreTrainedModel, tmp_path: Path) -> None:
-    path = fused(directory, tmp_path / "fused", 40, 28, legacy=False)
+def test_stock_peft_does_not_load_fused_tensors_either(moe_base: PreTrainedModel, tmp_path: Path) -> None:
+    path = fused(tmp_path / "fused", 40, 28, legacy=False)
     edit_config(path, target_modules=["q_proj"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with pytest.raises(RuntimeError, match=r"ktft\.load_adapter"):
-            PeftModel.from_pretrained(base, path)
+            PeftModel.from_pretrained(moe_base, path)
 
 
-def test_stock_peft_does_not_make_expert_adapters_on_a_ktft_model(base: PreTrainedModel) -> None:
+def test_stock_peft_does_not_make_expert_adapters_on_a_ktft_model(moe_base: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="CpuExperts"):
-        peft.get_peft_model(base, LoraConfig(**FIELDS))
+        peft.get_peft_model(moe_base, LoraConfig(**FIELDS))
 
 
-def test_stock_state_dict_functions_do_not_load_experts(good: Path, base: PreTrainedModel) -> None:
-    model = get_peft_model(base, LoraConfig(**FIELDS))
+def test_stock_state_dict_functions_do_not_load_experts(good_adapter: Path, moe_base: PreTrainedModel) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS))
     assert isinstance(model, KtftPeftModel)
     with pytest.raises(RuntimeError, match=r"ktft\.load_adapter"):
-        peft.set_peft_model_state_dict(model, load_file(good / "adapter_model.safetensors"))
+        peft.set_peft_model_state_dict(model, load_file(good_adapter / "adapter_model.safetensors"))
 
 
 @pytest.mark.parametrize(
@@ -549,6 +512,6 @@ def test_stock_state_dict_functions_do_not_load_experts(good: Path, base: PreTra
         {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
     ],
 )
-def test_stock_peft_does_not_leave_experts_out_silently(base: PreTrainedModel, fields: dict[str, object]) -> None:
+def test_stock_peft_does_not_leave_experts_out_silently(moe_base: PreTrainedModel, fields: dict[str, object]) -> None:
     with pytest.raises(RuntimeError, match=r"ktft\.get_peft_model"):
-        peft.get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **fields))
+        peft.get_peft_model(moe_base, LoraConfig(task_type="CAUSAL_LM", **fields))

@@ -24,51 +24,10 @@ from ktft.adapters.model import KtftLoraModel
 from ktft.lora import ExpertLora
 from ktft.model import load_model
 from tests.test_adapters_stock import BEYOND
-from tests.tiny_models import tiny_checkpoint, tiny_input
+from tests.tiny_adapter import EXPERT, FIELDS, LINEAR, edit_config, edit_tensors, logits
+from tests.tiny_models import tiny_checkpoint
 
-FIELDS: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "experts"], "task_type": "CAUSAL_LM"}
-EXPERT = "base_model.model.model.layers.1.mlp.experts.4.up_proj.lora_B.weight"
 GATE = "base_model.model.model.layers.0.mlp.experts.0.gate_proj.lora_A.weight"
-LINEAR = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("refused") / "base")
-
-
-@pytest.fixture
-def base(directory: Path) -> PreTrainedModel:
-    return load_model(directory, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def good(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter directory with random A and B; not to be changed."""
-    path = tmp_path_factory.mktemp("refused") / "good"
-    model = get_peft_model(load_model(directory), LoraConfig(**FIELDS, init_lora_weights=False))
-    model.save_pretrained(path)
-    return path
-
-
-@pytest.fixture
-def adapter(good: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be damaged."""
-    return Path(shutil.copytree(good, tmp_path / "adapter"))
-
-
-def logits(model: nn.Module) -> torch.Tensor:
-    with torch.no_grad():
-        return model(tiny_input()).logits
-
-
-def edit_tensors(adapter: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    file = adapter / "adapter_model.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        kept = opened.metadata()
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata=kept)
 
 
 def edit_metadata(adapter: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -77,13 +36,6 @@ def edit_metadata(adapter: Path, change: Callable[[dict[str, Any]], object]) -> 
         value = json.loads(opened.metadata()["ktft"])
     change(value)
     save_file(load_file(file), file, metadata={"format": "pt", "ktft": json.dumps(value)})
-
-
-def edit_config(adapter: Path, remove: str = "", **changes: Any) -> None:
-    file = adapter / "adapter_config.json"
-    values = {**json.loads(file.read_text()), **changes}
-    values.pop(remove, None)
-    file.write_text(json.dumps(values))
 
 
 # --- adapter_config.json ----------------------------------------------------------------------------------------------
@@ -121,23 +73,23 @@ def edit_config(adapter: Path, remove: str = "", **changes: Any) -> None:
 )
 @pytest.mark.filterwarnings("ignore:.*eva_config.*")
 def test_a_config_value_that_cannot_be_meant(
-    adapter: Path, base: PreTrainedModel, changes: dict[str, Any], message: str
+    adapter: Path, moe_base: PreTrainedModel, changes: dict[str, Any], message: str
 ) -> None:
     edit_config(adapter, **changes)
-    before = logits(base)
+    before = logits(moe_base)
     with pytest.raises(AdapterError, match=message):
-        load_adapter(base, adapter)
-    assert torch.equal(logits(base), before)
+        load_adapter(moe_base, adapter)
+    assert torch.equal(logits(moe_base), before)
 
 
 @pytest.mark.parametrize(
     "changes", [{"merge_weights": False, "enable_lora": None, "of_next_year": {}}, {"unsloth_fused_expert_lora": True}]
 )
 def test_keys_of_other_versions_that_ask_for_nothing(
-    adapter: Path, base: PreTrainedModel, changes: dict[str, Any]
+    adapter: Path, moe_base: PreTrainedModel, changes: dict[str, Any]
 ) -> None:
     edit_config(adapter, **changes)
-    load_adapter(base, adapter)
+    load_adapter(moe_base, adapter)
 
 
 @pytest.mark.parametrize(
@@ -150,10 +102,10 @@ def test_keys_of_other_versions_that_ask_for_nothing(
     ],
 )
 def test_a_config_in_python_is_checked_in_the_same_way(
-    base: PreTrainedModel, fields: dict[str, Any], message: str
+    moe_base: PreTrainedModel, fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(AdapterError, match=message):
-        get_peft_model(base, LoraConfig(**{**FIELDS, **fields}))
+        get_peft_model(moe_base, LoraConfig(**{**FIELDS, **fields}))
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
@@ -172,38 +124,38 @@ def test_a_config_in_python_is_checked_in_the_same_way(
     ],
 )
 def test_tensors_that_are_not_what_their_names_say(
-    adapter: Path, base: PreTrainedModel, change: Any, message: str
+    adapter: Path, moe_base: PreTrainedModel, change: Any, message: str
 ) -> None:
     edit_tensors(adapter, change)
     with pytest.raises(AdapterError, match=message):
-        load_adapter(base, adapter)
+        load_adapter(moe_base, adapter)
 
 
-def test_an_empty_adapter(adapter: Path, base: PreTrainedModel) -> None:
+def test_an_empty_adapter(adapter: Path, moe_base: PreTrainedModel) -> None:
     edit_tensors(adapter, lambda tensors: tensors.clear())
     edit_config(adapter, target_modules=["c_attn"], target_parameters=None)
     with pytest.raises(AdapterError, match="holds no tensor"):
-        load_adapter(base, adapter)
+        load_adapter(moe_base, adapter)
 
 
-def test_ranks_are_told_as_they_are(adapter: Path, base: PreTrainedModel) -> None:
+def test_ranks_are_told_as_they_are(adapter: Path, moe_base: PreTrainedModel) -> None:
     edit_config(adapter, rank_pattern={})
     with pytest.raises(AdapterError, match=r"rank 3, .* say 6 \(gate and up with 3 rows of A each\)"):
-        load_adapter(base, adapter)
+        load_adapter(moe_base, adapter)
 
 
 @pytest.mark.parametrize("alphas", [{r".*\.gate_up_proj": 0}, {r".*\.gate_up_proj": 0, r".*\.down_proj": 5}])
-def test_alpha_zero_of_gate_and_up_alone(adapter: Path, base: PreTrainedModel, alphas: dict[str, int]) -> None:
+def test_alpha_zero_of_gate_and_up_alone(adapter: Path, moe_base: PreTrainedModel, alphas: dict[str, int]) -> None:
     edit_config(adapter, alpha_pattern=alphas)
     with pytest.raises(AdapterError, match="alpha 0 for gate and up"):
-        load_adapter(base, adapter)
+        load_adapter(moe_base, adapter)
 
 
 @pytest.mark.parametrize("change", [{"r": "3"}, {"target_modules": [["experts"]]}, {"alpha_pattern": {"(": 1}}])
-def test_damaged_metadata(adapter: Path, base: PreTrainedModel, change: dict[str, Any]) -> None:
+def test_damaged_metadata(adapter: Path, moe_base: PreTrainedModel, change: dict[str, Any]) -> None:
     edit_metadata(adapter, lambda value: value["training"].update(change))
     with pytest.raises(AdapterError, match=r"metadata 'ktft' is damaged"):
-        load_adapter(base, adapter)
+        load_adapter(moe_base, adapter)
 
 
 def test_ktfts_own_fused_tensors_are_block_diagonal(tmp_path: Path) -> None:
@@ -224,31 +176,33 @@ def test_ktfts_own_fused_tensors_are_block_diagonal(tmp_path: Path) -> None:
 # --- another base -----------------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_of_another_model_type(directory: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_another_model_type(moe_directory: Path, tmp_path: Path) -> None:
     """Attention only: every tensor would fit."""
-    model = get_peft_model(load_model(directory), LoraConfig(**{**FIELDS, "target_modules": ["o_proj"]}))
+    model = get_peft_model(load_model(moe_directory), LoraConfig(**{**FIELDS, "target_modules": ["o_proj"]}))
     model.save_pretrained(tmp_path / "adapter")
     other = load_model(tiny_checkpoint("olmoe", tmp_path / "olmoe", num_attention_heads=4, head_dim=12))
     with pytest.raises(AdapterError, match=r"model type 'qwen3_moe'; this is .*model type 'olmoe'"):
         load_adapter(other, tmp_path / "adapter")
 
 
-def test_a_base_may_move(good: Path, directory: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    shutil.copytree(directory, tmp_path / "elsewhere")
-    load_adapter(load_model(tmp_path / "elsewhere"), good)
+def test_a_base_may_move(
+    good_adapter: Path, moe_directory: Path, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    shutil.copytree(moe_directory, tmp_path / "elsewhere")
+    load_adapter(load_model(tmp_path / "elsewhere"), good_adapter)
     assert not [w for w in recwarn if "was trained on" in str(w.message)]
 
 
-def test_another_name_is_worth_a_warning_where_nothing_else_tells(adapter: Path, base: PreTrainedModel) -> None:
+def test_another_name_is_worth_a_warning_where_nothing_else_tells(adapter: Path, moe_base: PreTrainedModel) -> None:
     file = adapter / "adapter_model.safetensors"
     save_file(load_file(file), file)
     edit_config(adapter, base_model_name_or_path="somebody/else")
     with pytest.warns(UserWarning, match="trained on 'somebody/else'"):
-        load_adapter(base, adapter)
+        load_adapter(moe_base, adapter)
 
 
 def test_a_slip_in_a_path_does_not_ask_the_hub(
-    base: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moe_base: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def hub(*args: Any, **kwargs: Any) -> str:
         raise FileNotFoundError("no network\nand so on")
@@ -257,17 +211,17 @@ def test_a_slip_in_a_path_does_not_ask_the_hub(
     (tmp_path / "outputs").mkdir()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AdapterError, match="the hub is not asked"):
-        load_adapter(base, "outputs/typo")
+        load_adapter(moe_base, "outputs/typo")
     with pytest.raises(AdapterError, match=r"no directory here, and cannot be had from the hub: no network$"):
-        load_adapter(base, "somebody/adapter")
+        load_adapter(moe_base, "somebody/adapter")
 
 
 # --- a base that is not what it was -----------------------------------------------------------------------------------
 
 
-def test_trained_parameters_outside_the_adapters(base: PreTrainedModel, tmp_path: Path) -> None:
-    model = get_peft_model(base, LoraConfig(**FIELDS))
-    router = base.get_parameter("model.layers.0.mlp.gate.weight").requires_grad_(True)
+def test_trained_parameters_outside_the_adapters(moe_base: PreTrainedModel, tmp_path: Path) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS))
+    router = moe_base.get_parameter("model.layers.0.mlp.gate.weight").requires_grad_(True)
     with pytest.raises(AdapterError, match=r"first is 'model\.layers\.0\.mlp\.gate\.weight'"):
         model.save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
@@ -276,31 +230,31 @@ def test_trained_parameters_outside_the_adapters(base: PreTrainedModel, tmp_path
 
 
 @pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
-def test_an_adapter_on_a_merged_base(good: Path, base: PreTrainedModel, tmp_path: Path, merge: str) -> None:
-    model = get_peft_model(base, LoraConfig(**{**FIELDS, "target_modules": ["q_proj"]}, init_lora_weights=False))
+def test_an_adapter_on_a_merged_base(good_adapter: Path, moe_base: PreTrainedModel, tmp_path: Path, merge: str) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**{**FIELDS, "target_modules": ["q_proj"]}, init_lora_weights=False))
     if merge == "merge_and_unload":
         model.merge_and_unload()
     else:
         model.merge_adapter()
         model.unload()
     with pytest.raises(AdapterError, match="has been merged into this model"):
-        get_peft_model(base, LoraConfig(**FIELDS))
-    stacked = load_adapter(base, good)  # for inference that is right
+        get_peft_model(moe_base, LoraConfig(**FIELDS))
+    stacked = load_adapter(moe_base, good_adapter)  # for inference that is right
     with pytest.raises(AdapterError, match="has been merged into this model"):
         stacked.save_pretrained(tmp_path / "adapter")
     assert not (tmp_path / "adapter").exists()
 
 
-def test_an_unloaded_base_is_as_good_as_new(base: PreTrainedModel, tmp_path: Path) -> None:
-    get_peft_model(base, LoraConfig(**FIELDS)).unload()
-    get_peft_model(base, LoraConfig(**FIELDS)).save_pretrained(tmp_path)
+def test_an_unloaded_base_is_as_good_as_new(moe_base: PreTrainedModel, tmp_path: Path) -> None:
+    get_peft_model(moe_base, LoraConfig(**FIELDS)).unload()
+    get_peft_model(moe_base, LoraConfig(**FIELDS)).save_pretrained(tmp_path)
 
 
 def test_a_relative_base_and_another_working_directory(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moe_directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(directory.parent)
-    first, second, resized = (load_model(directory.name) for _ in range(3))
+    monkeypatch.chdir(moe_directory.parent)
+    first, second, resized = (load_model(moe_directory.name) for _ in range(3))
     model = get_peft_model(first, LoraConfig(**FIELDS))
     (tmp_path / "out").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -308,7 +262,7 @@ def test_a_relative_base_and_another_working_directory(
     get_peft_model(second, LoraConfig(**FIELDS)).save_pretrained("late")
     for name in ("out", "late"):
         config = json.loads(Path(name, "adapter_config.json").read_text())
-        assert os.path.realpath(config["base_model_name_or_path"]) == os.path.realpath(directory)
+        assert os.path.realpath(config["base_model_name_or_path"]) == os.path.realpath(moe_directory)
         assert os.path.isabs(config["base_model_name_or_path"])
     resized.resize_token_embeddings(128)
     with pytest.raises(AdapterError, match=r"128 rows.*vocab_size 96"):
@@ -318,22 +272,22 @@ def test_a_relative_base_and_another_working_directory(
         model.save_pretrained("out")
 
 
-def test_the_commit_of_a_base_from_the_hub(base: PreTrainedModel, tmp_path: Path) -> None:
-    base.name_or_path, base.config._commit_hash = "somebody/model", "0123abc"
-    for module in base.modules():
+def test_the_commit_of_a_base_from_the_hub(moe_base: PreTrainedModel, tmp_path: Path) -> None:
+    moe_base.name_or_path, moe_base.config._commit_hash = "somebody/model", "0123abc"
+    for module in moe_base.modules():
         if type(module).__name__ == "CpuExperts":  # files in the hub's cache have no config.json beside them
             module.weights.owner = None
-    get_peft_model(base, LoraConfig(**FIELDS)).save_pretrained(tmp_path)
+    get_peft_model(moe_base, LoraConfig(**FIELDS)).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("somebody/model", "0123abc")
 
 
-def test_compiled_modules(base: PreTrainedModel, directory: Path, tmp_path: Path) -> None:
-    model = get_peft_model(base, LoraConfig(**FIELDS, init_lora_weights=False))
+def test_compiled_modules(moe_base: PreTrainedModel, moe_directory: Path, tmp_path: Path) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS, init_lora_weights=False))
     model.save_pretrained(tmp_path / "plain")
-    layer = base.model.layers[0]
+    layer = moe_base.model.layers[0]
     layer.self_attn = torch.compile(layer.self_attn, backend="eager")
-    base.model.layers[1] = torch.compile(base.model.layers[1], backend="eager")
+    moe_base.model.layers[1] = torch.compile(moe_base.model.layers[1], backend="eager")
     model.save_pretrained(tmp_path / "compiled", state_dict=model.state_dict())
     compiled, plain = ((tmp_path / name) for name in ("compiled", "plain"))
     assert (compiled / "adapter_config.json").read_bytes() == (plain / "adapter_config.json").read_bytes()
@@ -352,9 +306,9 @@ def lora_parameters(model: nn.Module, adapter: str) -> list[nn.Parameter]:
 
 
 def test_a_load_that_stops_half_way_leaves_no_adapter(
-    good: Path, base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    good_adapter: Path, moe_base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = logits(base)
+    before = logits(moe_base)
 
     def stop(*args: Any) -> None:
         raise OSError("the disk is gone")
@@ -362,18 +316,18 @@ def test_a_load_that_stops_half_way_leaves_no_adapter(
     with monkeypatch.context() as patch:
         patch.setattr(AdapterTensors, "copy_linear", stop)
         with pytest.raises(OSError, match="disk is gone"):
-            load_adapter(base, good)
-        assert not any(isinstance(module, BaseTunerLayer) for module in base.modules())
-        assert torch.equal(logits(base), before)
-        model = get_peft_model(base, LoraConfig(**FIELDS))
+            load_adapter(moe_base, good_adapter)
+        assert not any(isinstance(module, BaseTunerLayer) for module in moe_base.modules())
+        assert torch.equal(logits(moe_base), before)
+        model = get_peft_model(moe_base, LoraConfig(**FIELDS))
         with pytest.raises(OSError, match="disk is gone"):
-            load_adapter(model, good, "second")
+            load_adapter(model, good_adapter, "second")
     assert list(model.peft_config) == ["default"] and not lora_parameters(model, "second")
-    load_adapter(model, good, "second")
+    load_adapter(model, good_adapter, "second")
 
 
-def test_an_injection_that_stops_half_way_is_undone(base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = logits(base)
+def test_an_injection_that_stops_half_way_is_undone(moe_base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = logits(moe_base)
     update, calls = ExpertLora.update_layer, []
 
     def stop_at_the_second(self: ExpertLora, *args: Any, **kwargs: Any) -> None:
@@ -384,11 +338,11 @@ def test_an_injection_that_stops_half_way_is_undone(base: PreTrainedModel, monke
 
     monkeypatch.setattr(ExpertLora, "update_layer", stop_at_the_second)
     with pytest.raises(MemoryError):
-        get_peft_model(base, LoraConfig(**FIELDS))
-    assert len(calls) == 2 and not any(isinstance(module, BaseTunerLayer) for module in base.modules())
-    assert torch.equal(logits(base), before)
+        get_peft_model(moe_base, LoraConfig(**FIELDS))
+    assert len(calls) == 2 and not any(isinstance(module, BaseTunerLayer) for module in moe_base.modules())
+    assert torch.equal(logits(moe_base), before)
     monkeypatch.undo()
-    model = get_peft_model(base, LoraConfig(**FIELDS))
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS))
     calls.clear()
     monkeypatch.setattr(ExpertLora, "update_layer", stop_at_the_second)
     given = LoraConfig(**FIELDS, rank_pattern={"experts": 2})
@@ -399,12 +353,12 @@ def test_an_injection_that_stops_half_way_is_undone(base: PreTrainedModel, monke
 
 
 def test_an_injection_that_never_starts_gives_the_config_back(
-    base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    moe_base: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*args: Any) -> None:
         raise MemoryError
 
-    model = get_peft_model(base, LoraConfig(**FIELDS))
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS))
     monkeypatch.setattr(KtftLoraModel, "_prepare_adapter_config", stop)
     given = LoraConfig(**FIELDS)
     with pytest.raises(MemoryError):
@@ -419,15 +373,15 @@ def trained(model: KtftPeftModel, adapter: str) -> set[bool]:
     return {p.requires_grad for p in lora_parameters(model, adapter)}
 
 
-def test_what_loading_makes_trainable(good: Path, base: PreTrainedModel) -> None:
-    model = load_adapter(base, good)
+def test_what_loading_makes_trainable(good_adapter: Path, moe_base: PreTrainedModel) -> None:
+    model = load_adapter(moe_base, good_adapter)
     assert model.peft_config["default"].inference_mode and trained(model, "default") == {False}
-    load_adapter(model, good, "second", is_trainable=True)
+    load_adapter(model, good_adapter, "second", is_trainable=True)
     assert not model.peft_config["second"].inference_mode and trained(model, "second") == {True}
-    load_adapter(model, good, "third")
+    load_adapter(model, good_adapter, "third")
     assert model.peft_config["third"].inference_mode and trained(model, "third") == {False}
     # once more, onto the frozen one, to be trained on
-    load_adapter(model, good, "default", is_trainable=True)
+    load_adapter(model, good_adapter, "default", is_trainable=True)
     assert not model.peft_config["default"].inference_mode and trained(model, "default") == {True}
     assert trained(model, "third") == {False}
 
@@ -435,18 +389,18 @@ def test_what_loading_makes_trainable(good: Path, base: PreTrainedModel) -> None
 @pytest.mark.parametrize(
     "key", ["gate_up_proj", "lora_A.default.weight", "lora_B.weight", "0.gate_proj.lora_A.weight", "down_proj"]
 )
-def test_a_state_dict_drops_nothing_under_the_experts(base: PreTrainedModel, key: str) -> None:
-    model = get_peft_model(base, LoraConfig(**FIELDS))
+def test_a_state_dict_drops_nothing_under_the_experts(moe_base: PreTrainedModel, key: str) -> None:
+    model = get_peft_model(moe_base, LoraConfig(**FIELDS))
     state = {**model.state_dict(), f"base_model.model.model.layers.1.mlp.experts.{key}": torch.ones(1)}
     with pytest.raises(RuntimeError, match=rf"experts.*no stacked factors.*'{key}'"):
         model.load_state_dict(state, strict=False)
     model.load_state_dict(model.state_dict())
 
 
-def test_saving_after_the_base_was_written_onto_warns(directory: Path, tmp_path: Path) -> None:
+def test_saving_after_the_base_was_written_onto_warns(moe_directory: Path, tmp_path: Path) -> None:
     """The values trained are kept, but not without a word: the model no longer has the weights it was loaded with."""
     copy_of_base = tmp_path / "base"
-    shutil.copytree(directory, copy_of_base)
+    shutil.copytree(moe_directory, copy_of_base)
     model = get_peft_model(load_model(copy_of_base), LoraConfig(**FIELDS))
     (weights,) = copy_of_base.glob("*.safetensors")
     weights.touch()

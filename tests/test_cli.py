@@ -26,11 +26,6 @@ COMMANDS = ("train", "chat", "generate", "doctor", "version")
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_chat_model(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An adapter that changes answers: random B."""
     torch.manual_seed(0)

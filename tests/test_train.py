@@ -24,20 +24,10 @@ from ktft.train.callbacks import Progress, read_log
 from ktft.train.report import plot_loss
 from ktft.train.run import build_model, load_tokenizer, make_trainer, prepare_base
 from ktft.weights import LORA_NAMES
-from tests.tiny_chat import chat, tiny_chat_model, tiny_tokenizer, write_chats
-from tests.tiny_train import in_loss, one_step, recipe, tiny_data
+from tests.tiny_chat import chat, tiny_tokenizer, write_chats
+from tests.tiny_train import in_loss, one_step, recipe
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_chat_model(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
 
 
 def test_accumulated_micro_batches_equal_one_batch(base: Path, data: Path, tmp_path: Path):

@@ -21,18 +21,8 @@ from ktft.train.callbacks import Progress, read_log
 from ktft.train.output import FREE_ON_RESUME, RESUME_FILES, clear_output, is_complete, open_output, total_steps
 from ktft.train.run import build_model, make_trainer
 from ktft.train.trainer import AdapterTrainer
-from tests.tiny_chat import chat, tiny_chat_model, tiny_tokenizer, write_chats
-from tests.tiny_train import in_loss, recipe, tiny_data
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_chat_model(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
+from tests.tiny_chat import chat, tiny_tokenizer, write_chats
+from tests.tiny_train import in_loss, recipe
 
 
 @pytest.fixture(scope="module")

@@ -13,19 +13,8 @@ from ktft.data import IGNORE, ChatDataset
 from ktft.train import run
 from ktft.train.callbacks import Progress, read_log
 from ktft.train.run import build_model, check_machine, make_trainer
-from tests.tiny_chat import tiny_chat_model, tiny_tokenizer
-from tests.tiny_train import in_loss, one_step, recipe, tiny_data
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_chat_model(tmp_path_factory.mktemp("base"))
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_data(tmp_path_factory.mktemp("data"))
-
+from tests.tiny_chat import tiny_tokenizer
+from tests.tiny_train import in_loss, one_step, recipe
 
 TRAINING = {
     "per_device_train_batch_size": 3,
