@@ -140,10 +140,10 @@ class Backward : Layer {
       const int64_t block = step.block;
       const int columns = block_columns(call_.intermediate, block);
       Term terms[kMaxAdapters + 1];
-      terms[0] = {{dy_, hidden_stride_}, base_operand(worker, kBackward, kDown, piece.expert, block)};
+      terms[0] = {{dy_, hidden_stride_}, base_operand(worker, kBackward, kDown, piece, block)};
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
         terms[1 + n - piece.first_adapter] = {low_rank_rows(v_down_[size_t(n)], n),
-                                              lora_operand(worker, kBackward, n, 4, piece.expert, block)};
+                                              lora_operand(worker, few(piece), kBackward, n, 4, piece.expert, block)};
       for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
         const int count = int(std::min<int64_t>(kChunk, piece.end - row));
         const int64_t inside = row - wave.begin;
@@ -201,10 +201,10 @@ class Backward : Layer {
       const int columns = block_columns(call_.hidden, step.block);
       Term terms[2 * kMaxAdapters + 2];
       for (const Projection p : {kGate, kUp}) {
-        terms[p] = {p == kGate ? d_gate : d_up, base_operand(worker, kBackward, p, piece.expert, step.block)};
+        terms[p] = {p == kGate ? d_gate : d_up, base_operand(worker, kBackward, p, piece, step.block)};
         for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
           terms[2 + 2 * (n - piece.first_adapter) + p] = {low_rank_rows((p == kGate ? v_gate_ : v_up_)[size_t(n)], n),
-                                                          lora_operand(worker, kBackward, n, 2 * p, piece.expert, step.block)};
+                                                          lora_operand(worker, few(piece), kBackward, n, 2 * p, piece.expert, step.block)};
       }
       const ReadAhead ahead{{base_area(kBackward, kGate, next), base_area(kBackward, kUp, next)}};
       for (int64_t row = piece.begin; row < piece.end; row += kChunk) {

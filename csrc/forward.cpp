@@ -75,10 +75,10 @@ class Forward : Layer {
       const Piece& piece = *step.piece;
       const int columns = block_columns(call_.hidden, step.block);
       Term terms[kMaxAdapters + 1];
-      terms[0] = {h, base_operand(worker, kForward, kDown, piece.expert, step.block)};
+      terms[0] = {h, base_operand(worker, kForward, kDown, piece, step.block)};
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
         terms[1 + n - piece.first_adapter] = {low_rank_rows(down_[size_t(n)], n),
-                                              lora_operand(worker, kForward, n, 5, piece.expert, step.block)};
+                                              lora_operand(worker, few(piece), kForward, n, 5, piece.expert, step.block)};
       const ReadAhead ahead{{base_area(kForward, kDown, next), {}}};
       for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
         const int count = int(std::min<int64_t>(kChunk, piece.end - row));

@@ -1,6 +1,9 @@
 #include "layer.h"
 
+#include <string.h>
+
 #include <algorithm>
+#include <utility>
 
 #include "prefetch.h"
 
@@ -12,7 +15,6 @@ namespace {
 // thousands of rows per thread, so barriers and uneven last tasks cost well under a percent.
 constexpr int64_t kWaveBytesPerThread = 4 << 20;
 constexpr int64_t kMinWaveRows = 256;
-constexpr int kRowsToReadAhead = 24;
 
 }  // namespace
 
@@ -80,6 +82,7 @@ void Layer::take_workers() {
     worker.c[0] = take<float>(kChunk * kBlock);
     worker.c[1] = take<float>(kChunk * kBlock);
     worker.operands = take<char>((2 * widest + 2 * rank_words) * kBlock * 4);
+    worker.rows = take<char>(widest * kBlock * 4);
     worker.masked = take<char>(dropout_ ? kChunk * widest * 4 : 0);
     worker.masked_row = take<float>(dropout_ ? widest * kernels_.group : 0);
     worker.outer = take<float>(rank * kBlock);
@@ -101,38 +104,48 @@ void Layer::gather(const Wave& wave, const Piece& chunk, const char* tensor, cha
   }
 }
 
-Operand Layer::prepare(Worker& worker, Direction direction, const char* matrix, int64_t row_stride, Format format,
+Operand Layer::prepare(Worker& worker, bool few, Direction direction, const char* matrix, int64_t row_stride, Format format,
                        bool transposed, int64_t reduction, int64_t column, int columns) const {
   Operand operand;
-  operand.words = words(reduction);
-  operand.nt = (direction == kForward) != transposed;
-  if (operand.nt) {
-    const char* rows = matrix + column * row_stride;
-    if (format == kernels_.word_format && reduction % kernels_.group == 0 && format == call_.compute) {
-      operand.data = rows;  // the file itself
-      operand.stride = row_stride;
-      return operand;
+  operand.length = reduction;
+  operand.format = format;
+  char* const block = worker.operands + worker.used;
+  const int64_t bytes = words(reduction) * 4;
+  if ((direction == kForward) == transposed) {
+    const char* const source = matrix + column * size_of(format);
+    if (few) {
+      operand = {Operand::kColumns, source, row_stride, reduction, format};
+    } else {
+      operand = {Operand::kPanel, block, 0, reduction, format};
+      kernels_.decode_panel(format, source, row_stride, reduction, columns, block);
+      worker.used += bytes * kBlock;
     }
-    char* block = worker.operands + worker.used;
-    operand.data = block;
-    operand.stride = operand.words * 4;
-    kernels_.decode_rows(format, rows, row_stride, columns, reduction, block, operand.stride);
-  } else {
-    char* block = worker.operands + worker.used;
-    operand.data = block;
-    kernels_.decode_panel(format, matrix + column * size_of(format), row_stride, reduction, columns, block);
+    return operand;
   }
-  worker.used += operand.words * kBlock * 4;
+  operand = {Operand::kRows, matrix + column * row_stride, row_stride, reduction, format};
+  if (format != kernels_.word_format || format != call_.compute || reduction % kernels_.group != 0) {
+    char* const rows = few ? block : worker.rows;
+    kernels_.decode_rows(format, operand.data, row_stride, columns, reduction, rows, bytes);
+    operand.data = rows;
+    operand.stride = bytes;
+    if (few) worker.used += bytes * kBlock;
+  }
+  if (!few) {
+    kernels_.decode_phased(operand.data, operand.stride, words(reduction), columns, block);
+    operand.layout = Operand::kPhased;
+    operand.data = block;
+    worker.used += bytes * kBlock;
+  }
   return operand;
 }
 
-Operand Layer::base_operand(Worker& worker, Direction direction, Projection p, int64_t expert, int64_t block) const {
+Operand Layer::base_operand(Worker& worker, Direction direction, Projection p, const Piece& piece, int64_t block) const {
   const Matrices& m = matrices(p);
   const bool input_is_hidden = (p == kDown) == (direction == kBackward);
   const int64_t reduction = input_is_hidden ? call_.hidden : call_.intermediate;
   const int64_t columns = input_is_hidden ? call_.intermediate : call_.hidden;
-  return prepare(worker, direction, reinterpret_cast<const char*>(m.addresses[expert]), m.row_stride, m.format, m.transposed,
-                 reduction, block * kBlock, block_columns(columns, block));
+  return prepare(worker, few(piece), direction, reinterpret_cast<const char*>(m.addresses[piece.expert]), m.row_stride, m.format,
+                 m.transposed, reduction, block * kBlock, block_columns(columns, block));
 }
 
 ReadAhead::Area Layer::base_area(Direction direction, Projection p, Step step) const {
@@ -163,31 +176,31 @@ const char* Layer::factor_address(int adapter, int factor, int64_t expert) const
   return a.factors[factor] + expert * factor_rows(adapter, factor) * factor_cols(adapter, factor) * size_of(a.format);
 }
 
-Operand Layer::lora_operand(Worker& worker, Direction direction, int adapter, int factor, int64_t expert, int64_t block) const {
+Operand Layer::lora_operand(Worker& worker, bool few, Direction direction, int adapter, int factor, int64_t expert,
+                            int64_t block) const {
   const Adapter& a = call_.adapters[size_t(adapter)];
   const int64_t rows = factor_rows(adapter, factor), cols = factor_cols(adapter, factor);
   const int64_t reduction = direction == kForward ? cols : rows, columns = direction == kForward ? rows : cols;
-  return prepare(worker, direction, factor_address(adapter, factor, expert), cols * size_of(a.format), a.format, false,
+  return prepare(worker, few, direction, factor_address(adapter, factor, expert), cols * size_of(a.format), a.format, false,
                  reduction, block * kBlock, block_columns(columns, block));
 }
 
 void Layer::multiply(const Term* terms, int count, int64_t first, int rows, int columns, float* c,
                      const ReadAhead& ahead) const {
   Segment segments[kMaxSegments];
-  bool accumulate = false;
-  for (const bool nt : {true, false}) {
+  memset(c, 0, size_t(rows) * kBlock * sizeof(float));
+  for (const auto& [layout, product] : {std::pair(Operand::kRows, kernels_.multiply_rows),
+                                        std::pair(Operand::kPhased, kernels_.multiply_phased),
+                                        std::pair(Operand::kColumns, kernels_.multiply_columns),
+                                        std::pair(Operand::kPanel, kernels_.multiply_panel)}) {
     int used = 0;
     for (int i = 0; i < count; ++i) {
       const Term& t = terms[i];
-      if (t.operand.nt != nt) continue;
-      segments[used++] = {t.rows.words + first * t.rows.stride, t.rows.stride, t.operand.data, t.operand.stride,
-                          t.operand.words};
+      if (t.operand.layout != layout) continue;
+      segments[used++] = {t.rows.words + first * t.rows.stride, t.rows.stride, t.operand.data, t.operand.stride, t.operand.length,
+                          t.operand.format};
     }
-    if (used == 0) continue;
-    // Few rows are bound by memory themselves.
-    const bool read_ahead = terms[0].operand.nt == nt && rows >= kRowsToReadAhead;
-    (nt ? kernels_.gemm_nt : kernels_.gemm_nn)(segments, used, rows, columns, c, accumulate, read_ahead ? ahead : ReadAhead{});
-    accumulate = true;
+    if (used > 0) product(segments, used, rows, columns, c, terms[0].operand.layout == layout ? ahead : ReadAhead{});
   }
 }
 
@@ -223,7 +236,8 @@ void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows 
   for (int64_t block = 0; block < blocks(a.rank); ++block) {
     worker.used = 0;
     const int columns = block_columns(a.rank, block);
-    term.operand = lora_operand(worker, direction, adapter, factor, chunk.expert, block);
+    // Rows where they can be: a panel of few columns would be wasted.
+    term.operand = lora_operand(worker, direction == kForward, direction, adapter, factor, chunk.expert, block);
     multiply(&term, 1, first, count, columns, worker.c[0]);
     kernels_.store_low_rank(worker.c[0], a.scaling, count, columns, low.values + inside * a.rank + block * kBlock, a.rank,
                             low.words + inside * word_stride + block * kBlock * element, word_stride);
@@ -250,10 +264,10 @@ void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, 
     const int columns = block_columns(call_.intermediate, block);
     Term terms[2][kMaxAdapters + 1];
     for (const Projection p : {kGate, kUp}) {
-      terms[p][0] = {x, base_operand(worker, kForward, p, piece.expert, block)};
+      terms[p][0] = {x, base_operand(worker, kForward, p, piece, block)};
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
         terms[p][1 + n - piece.first_adapter] = {low_rank_rows((p == kGate ? gate : up)[size_t(n)], n),
-                                                 lora_operand(worker, kForward, n, 2 * p + 1, piece.expert, block)};
+                                                 lora_operand(worker, few(piece), kForward, n, 2 * p + 1, piece.expert, block)};
     }
     // Just in time, for L2 holds little more than two blocks: up during gate, and during up the gate of the next step.
     const ReadAhead ahead[2] = {{{base_area(kForward, kUp, step), {}}}, {{base_area(kForward, kGate, next), {}}}};

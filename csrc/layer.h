@@ -52,10 +52,11 @@ enum Direction { kForward, kBackward };  // y = x Wᵀ, or dx = dy W
 
 // A block of up to 64 output columns of one matrix, ready for a product.
 struct Operand {
+  enum Layout { kRows, kPhased, kColumns, kPanel } layout = kRows;  // see table.h
   const char* data = nullptr;
-  int64_t stride = 0;  // nt only
-  int64_t words = 0;   // length of the reduction
-  bool nt = false;
+  int64_t stride = 0;  // bytes between rows
+  int64_t length = 0;  // of the reduction
+  Format format = kBf16;
 };
 
 class Layer {
@@ -67,6 +68,7 @@ class Layer {
     float* c[2];     // C tiles [kChunk][kBlock]
     char* operands;  // bump-allocated blocks
     int64_t used;
+    char* rows;         // one block as rows of words
     char* masked;       // [kChunk] rows of words: activations after dropout
     float* masked_row;  // one such row as floats
     float* outer;       // [256][kBlock]
@@ -150,11 +152,14 @@ class Layer {
   }
 
   const Matrices& matrices(Projection p) const { return p == kGate ? call_.gate : p == kUp ? call_.up : call_.down; }
-  Operand prepare(Worker& worker, Direction direction, const char* matrix, int64_t row_stride, Format format, bool transposed,
-                  int64_t reduction, int64_t column, int columns) const;
-  Operand base_operand(Worker& worker, Direction direction, Projection p, int64_t expert, int64_t block) const;
+  // For products with few rows, or many.
+  Operand prepare(Worker& worker, bool few, Direction direction, const char* matrix, int64_t row_stride, Format format,
+                  bool transposed, int64_t reduction, int64_t column, int columns) const;
+  static bool few(const Piece& piece) { return piece.end - piece.begin <= kFewRows; }
+  Operand base_operand(Worker& worker, Direction direction, Projection p, const Piece& piece, int64_t block) const;
   // factor: 0 .. 5 as in Adapter::factors.
-  Operand lora_operand(Worker& worker, Direction direction, int adapter, int factor, int64_t expert, int64_t block) const;
+  Operand lora_operand(Worker& worker, bool few, Direction direction, int adapter, int factor, int64_t expert,
+                       int64_t block) const;
   // What base_operand will read for the step; nothing if it has no piece.
   ReadAhead::Area base_area(Direction direction, Projection p, Step step) const;
   int64_t factor_rows(int adapter, int factor) const;

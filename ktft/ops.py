@@ -13,8 +13,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -126,202 +126,184 @@ _library.define(
 )
 
 
-def _check(
-    hidden: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weights: ExpertWeights,
-    lora: Sequence[torch.Tensor],
-    scaling: Sequence[float],
-    adapter_ids: torch.Tensor | None,
-    dropout_p: float,
-) -> None:
-    """Shapes and dtypes of one call; everything the kernels take on trust.
+class _Call(NamedTuple):
+    """``_ARGUMENTS``: what forward and backward share, in the schema's order."""
+
+    hidden: torch.Tensor
+    top_k_index: torch.Tensor
+    top_k_weights: torch.Tensor
+    weights: int
+    lora: list[torch.Tensor]
+    scaling: list[float]
+    adapter_ids: torch.Tensor | None
+    dropout_p: float
+    dropout_seed: int
+
+    def saved_shape(self, experts: ExpertWeights, save: bool) -> tuple[int, ...]:
+        """Gate and up pre-activations [S, 2, I] in the compute dtype, or nothing."""
+        return (self.top_k_index.numel(), 2, experts.intermediate_size) if save else (0,)
+
+
+_Forward = Callable[[_Call, bool], tuple[torch.Tensor, torch.Tensor]]
+"""(call, save) -> (out [T, H], saved)"""
+_Gradients = tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]
+"""Of hidden, top_k_weights and each LoRA tensor; empty tensors for those that are not needed."""
+_Backward = Callable[[torch.Tensor, torch.Tensor, _Call, bool, bool, list[bool]], _Gradients]
+"""(grad [T, H], saved, call, need_hidden, need_weights, need_lora: one per adapter) -> gradients"""
+
+
+def _forward_entry(forward: _Forward) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """``forward`` as torch calls it: with the schema's arguments in a row."""
+    return lambda *arguments: forward(_Call(*arguments[:-1]), arguments[-1])
+
+
+def _backward_entry(backward: _Backward) -> Callable[..., _Gradients]:
+    shared = len(_Call._fields)
+    return lambda grad, saved, *rest: backward(grad, saved, _Call(*rest[:shared]), *rest[shared:])
+
+
+def _check(call: _Call) -> ExpertWeights:
+    """The weights of a call whose shapes and dtypes fit them; the kernels take these on trust.
 
     Raises:
         ValueError: naming the argument, what it is and what was expected.
     """
-    e, h, i = weights.num_experts, weights.hidden_size, weights.intermediate_size
+    experts = lookup(call.weights)
+    hidden, index, route_weights, ids = call.hidden, call.top_k_index, call.top_k_weights, call.adapter_ids
+    h = experts.hidden_size
     if hidden.dim() != 2 or hidden.shape[1] != h or hidden.dtype not in _COMPUTE:
         raise ValueError(f"hidden must be [T, {h}] in bfloat16 or float32, got {tuple(hidden.shape)} {hidden.dtype}")
     tokens = hidden.shape[0]
-    if top_k_index.dim() != 2 or top_k_index.shape[0] != tokens or top_k_index.dtype != torch.int64:
-        raise ValueError(f"top_k_index must be int64 [{tokens}, k], got {top_k_index.dtype} {tuple(top_k_index.shape)}")
-    if top_k_weights.shape != top_k_index.shape or not top_k_weights.is_floating_point():
+    if index.dim() != 2 or index.shape[0] != tokens or index.dtype != torch.int64:
+        raise ValueError(f"top_k_index must be int64 [{tokens}, k], got {index.dtype} {tuple(index.shape)}")
+    if route_weights.shape != index.shape or not route_weights.is_floating_point():
         raise ValueError(
-            f"top_k_weights must be floating-point {tuple(top_k_index.shape)}, "
-            f"got {top_k_weights.dtype} {tuple(top_k_weights.shape)}"
+            f"top_k_weights must be floating-point {tuple(index.shape)}, "
+            f"got {route_weights.dtype} {tuple(route_weights.shape)}"
         )
-    if len(lora) != len(LORA_NAMES) * len(scaling):
-        raise ValueError(f"{len(scaling)} scaling factors need {6 * len(scaling)} LoRA tensors, got {len(lora)}")
-    if len(scaling) > MAX_ADAPTERS:
-        raise ValueError(f"{len(scaling)} adapters in one call; at most {MAX_ADAPTERS}")
-    for n in range(len(scaling)):
-        tensors = lora[6 * n : 6 * n + 6]
-        rank = tensors[0].shape[1] if tensors[0].dim() == 3 else 0
-        if not 1 <= rank <= MAX_RANK:
+    adapters = len(call.scaling)
+    if len(call.lora) != 6 * adapters:
+        raise ValueError(f"{adapters} scaling factors need {6 * adapters} LoRA tensors, got {len(call.lora)}")
+    if adapters > MAX_ADAPTERS:
+        raise ValueError(f"{adapters} adapters in one call; at most {MAX_ADAPTERS}")
+    for n in range(adapters):
+        _check_adapter(n, call.lora[6 * n : 6 * n + 6], experts)
+    if ids is not None and (ids.shape != (tokens,) or ids.dtype != torch.int64):
+        raise ValueError(f"adapter_ids must be int64 [{tokens}], got {ids.dtype} {tuple(ids.shape)}")
+    if not 0.0 <= call.dropout_p < 1.0:
+        raise ValueError(f"dropout_p must lie in [0, 1), got {call.dropout_p}")
+    return experts
+
+
+def _check_adapter(n: int, tensors: list[torch.Tensor], experts: ExpertWeights) -> None:
+    first = tensors[0]
+    rank = first.shape[1] if first.dim() == 3 else 0
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"adapter {n}: gate_a must be [E, r, H] with 1 <= r <= {MAX_RANK}, got {tuple(first.shape)}")
+    shapes = lora_shapes(experts.num_experts, experts.hidden_size, experts.intermediate_size, rank)
+    for name, tensor, shape in zip(LORA_NAMES, tensors, shapes, strict=True):
+        if tuple(tensor.shape) != shape or tensor.dtype != first.dtype or tensor.dtype not in _LORA_FORMATS:
             raise ValueError(
-                f"adapter {n}: gate_a must be [E, r, H] with 1 <= r <= {MAX_RANK}, got {tuple(tensors[0].shape)}"
+                f"adapter {n}: {name} must be {shape} in float32 (or bfloat16, without gradients), all six alike, "
+                f"got {tuple(tensor.shape)} {tensor.dtype}"
             )
-        for name, tensor, shape in zip(LORA_NAMES, tensors, lora_shapes(e, h, i, rank), strict=True):
-            if tuple(tensor.shape) != shape or tensor.dtype != tensors[0].dtype or tensor.dtype not in _LORA_FORMATS:
-                raise ValueError(
-                    f"adapter {n}: {name} must be {shape} in float32 (or bfloat16, without gradients), all six alike, "
-                    f"got {tuple(tensor.shape)} {tensor.dtype}"
-                )
-            if tensor.device.type not in ("cpu", "meta"):
-                raise ValueError(
-                    f"adapter {n}: {name} lies on {tensor.device}; expert LoRA lives on the CPU with the experts"
-                )
-    if adapter_ids is not None:
-        if adapter_ids.shape != (tokens,) or adapter_ids.dtype != torch.int64:
+        if tensor.device.type not in ("cpu", "meta"):
             raise ValueError(
-                f"adapter_ids must be int64 [{tokens}], got {adapter_ids.dtype} {tuple(adapter_ids.shape)}"
+                f"adapter {n}: {name} lies on {tensor.device}; expert LoRA lives on the CPU with the experts"
             )
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p must lie in [0, 1), got {dropout_p}")
 
 
 # --- CPU
 
 
-def _layer_call(
-    hidden: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weights: ExpertWeights,
-    lora: Sequence[torch.Tensor],
-    scaling: Sequence[float],
-    adapter_ids: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: int,
-) -> tuple[Any, list[torch.Tensor]]:
+def _layer_call(call: _Call, experts: ExpertWeights) -> tuple[_C.LayerCall, list[torch.Tensor]]:
     """The extension's view of a checked call, and the tensors whose addresses it holds."""
-    x = hidden.contiguous()
-    index = top_k_index.contiguous()
-    route_weights = top_k_weights.to(torch.float32).contiguous()
-    factors = [t.contiguous() for t in lora]
+    x = call.hidden.contiguous()
+    index = call.top_k_index.contiguous()
+    route_weights = call.top_k_weights.to(torch.float32).contiguous()
+    factors = [t.contiguous() for t in call.lora]
     held = [x, index, route_weights, *factors]
     ids = 0
-    if adapter_ids is not None:
-        adapter_ids = adapter_ids.contiguous()
+    if call.adapter_ids is not None:
+        adapter_ids = call.adapter_ids.contiguous()
         if adapter_ids.numel():
             low, high = int(adapter_ids.min()), int(adapter_ids.max())
-            if low < -1 or high >= len(scaling):
-                raise ValueError(f"adapter_ids must lie in [-1, {len(scaling) - 1}], got {low} .. {high}")
+            if low < -1 or high >= len(call.scaling):
+                raise ValueError(f"adapter_ids must lie in [-1, {len(call.scaling) - 1}], got {low} .. {high}")
         held.append(adapter_ids)
         ids = adapter_ids.data_ptr()
-    adapters = [
-        (
-            [t.data_ptr() for t in factors[6 * n : 6 * n + 6]],
-            _LORA_FORMATS[factors[6 * n].dtype],
-            factors[6 * n].shape[1],
-            s,
-        )
-        for n, s in enumerate(scaling)
-    ]
-    matrices = [
-        (m.addresses.ctypes.data, m.row_stride, _FORMAT_CODES[m.format], m.transposed)
-        for m in (weights.gate, weights.up, weights.down)
-    ]
-    call = _C.LayerCall(
+    adapters = []
+    for n, scaling in enumerate(call.scaling):
+        six = factors[6 * n : 6 * n + 6]
+        adapters.append(([t.data_ptr() for t in six], _LORA_FORMATS[six[0].dtype], six[0].shape[1], scaling))
+    layer_call = _C.LayerCall(
         tokens=x.shape[0],
         top_k=index.shape[1],
-        experts=weights.num_experts,
-        hidden=weights.hidden_size,
-        intermediate=weights.intermediate_size,
+        experts=experts.num_experts,
+        hidden=experts.hidden_size,
+        intermediate=experts.intermediate_size,
         x=x.data_ptr(),
         top_k_index=index.data_ptr(),
         top_k_weights=route_weights.data_ptr(),
-        matrices=matrices,
+        matrices=[
+            (m.addresses.ctypes.data, m.row_stride, _FORMAT_CODES[m.format], m.transposed)
+            for m in (experts.gate, experts.up, experts.down)
+        ],
         adapters=adapters,
         adapter_ids=ids,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed & 0xFFFFFFFFFFFFFFFF,
+        dropout_p=call.dropout_p,
+        dropout_seed=call.dropout_seed & 0xFFFFFFFFFFFFFFFF,
         compute=_COMPUTE[x.dtype],
         isa=_LEVELS.index(_isa),
         threads=num_threads(),
-        residency_known=weights.residency_known,
+        residency_known=experts.residency_known,
     )
-    return call, held
+    return layer_call, held
 
 
-def _saved_shape(top_k_index: torch.Tensor, weights: ExpertWeights, save: bool) -> tuple[Any, ...]:
-    if not save:
-        return (0,)
-    return (top_k_index.shape[0] * top_k_index.shape[1], 2, weights.intermediate_size)
-
-
-def _forward_cpu(
-    hidden: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weights: int,
-    lora: list[torch.Tensor],
-    scaling: list[float],
-    adapter_ids: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: int,
-    save: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    experts = lookup(weights)
-    _check(hidden, top_k_index, top_k_weights, experts, lora, scaling, adapter_ids, dropout_p)
-    call, held = _layer_call(
-        hidden, top_k_index, top_k_weights, experts, lora, scaling, adapter_ids, dropout_p, dropout_seed
-    )
-    out = torch.empty_like(held[0])
-    saved = hidden.new_empty(_saved_shape(top_k_index, experts, save))
-    _C.forward(call, out.data_ptr(), saved.data_ptr() if save else 0)
+def _forward_cpu(call: _Call, save: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    experts = _check(call)
+    layer_call, _held = _layer_call(call, experts)
+    out = torch.empty_like(call.hidden, memory_format=torch.contiguous_format)
+    saved = call.hidden.new_empty(call.saved_shape(experts, save))
+    _C.forward(layer_call, out.data_ptr(), saved.data_ptr() if save else 0)
     return out, saved
 
 
 def _backward_cpu(
-    grad: torch.Tensor,
-    saved: torch.Tensor,
-    hidden: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weights: int,
-    lora: list[torch.Tensor],
-    scaling: list[float],
-    adapter_ids: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: int,
-    need_hidden: bool,
-    need_weights: bool,
-    need_lora: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    experts = lookup(weights)
-    _check(hidden, top_k_index, top_k_weights, experts, lora, scaling, adapter_ids, dropout_p)
-    expected = _saved_shape(top_k_index, experts, saved.dim() == 3)
+    grad: torch.Tensor, saved: torch.Tensor, call: _Call, need_hidden: bool, need_weights: bool, need_lora: list[bool]
+) -> _Gradients:
+    experts, hidden = _check(call), call.hidden
+    expected = call.saved_shape(experts, saved.dim() == 3)
     if grad.shape != hidden.shape or tuple(saved.shape) != expected or saved.dtype != hidden.dtype:
         raise ValueError(
             f"backward needs a gradient of shape {tuple(hidden.shape)} and saved {expected} {hidden.dtype}, "
             f"got {tuple(grad.shape)} and {tuple(saved.shape)} {saved.dtype}"
         )
-    if any(t.dtype != torch.float32 for n, t in enumerate(lora) if need_lora[n // 6]):
+    need_factors = [need_lora[n // 6] for n in range(len(call.lora))]
+    if any(t.dtype != torch.float32 for t, need in zip(call.lora, need_factors, strict=True) if need):
         raise ValueError("gradients of LoRA tensors need them in float32; bfloat16 copies are for serving")
-    call, _held = _layer_call(
-        hidden, top_k_index, top_k_weights, experts, lora, scaling, adapter_ids, dropout_p, dropout_seed
-    )
-    grad = grad.to(hidden.dtype).contiguous()
+    layer_call, _held = _layer_call(call, experts)
+    grad, saved = grad.to(hidden.dtype).contiguous(), saved.contiguous()
     d_hidden = torch.empty(hidden.shape if need_hidden else (0,), dtype=hidden.dtype)
-    d_weights = torch.empty(top_k_weights.shape if need_weights else (0,), dtype=torch.float32)
-    d_lora = [torch.empty(t.shape if need_lora[n // 6] else (0,), dtype=torch.float32) for n, t in enumerate(lora)]
-    saved = saved.contiguous()
+    d_weights = torch.empty(call.top_k_weights.shape if need_weights else (0,), dtype=torch.float32)
+    d_lora = [
+        torch.empty(t.shape if need else (0,), dtype=torch.float32)
+        for t, need in zip(call.lora, need_factors, strict=True)
+    ]
     _C.backward(
-        call,
+        layer_call,
         grad.data_ptr(),
         saved.data_ptr() if saved.numel() else 0,
         d_hidden.data_ptr() if need_hidden else 0,
         d_weights.data_ptr() if need_weights else 0,
-        [t.data_ptr() if need_lora[n // 6] else 0 for n, t in enumerate(d_lora)],
+        [t.data_ptr() if need else 0 for t, need in zip(d_lora, need_factors, strict=True)],
     )
-    return d_hidden, d_weights.to(top_k_weights.dtype), d_lora
+    return d_hidden, d_weights.to(call.top_k_weights.dtype), d_lora
 
 
-_library.impl("moe_experts", _forward_cpu, "CPU")
-_library.impl("moe_experts_backward", _backward_cpu, "CPU")
+_library.impl("moe_experts", _forward_entry(_forward_cpu), "CPU")
+_library.impl("moe_experts_backward", _backward_entry(_backward_cpu), "CPU")
 
 
 # --- CUDA: through pinned host memory
@@ -341,98 +323,79 @@ def _on_host(arguments: Sequence[Any], device: torch.device) -> list[Any]:
     return host
 
 
-def _forward_cuda(hidden: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_cuda(call: _Call, save: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states on the accelerator; experts, and what backward needs of them, on the host."""
-    out, saved = _forward_cpu(*_on_host((hidden, *rest), hidden.device))
-    return out.pin_memory().to(hidden.device, non_blocking=True), saved
+    device = call.hidden.device
+    out, saved = _forward_cpu(_Call(*_on_host(call, device)), save)
+    return out.pin_memory().to(device, non_blocking=True), saved
 
 
-def _backward_cuda(
-    grad: torch.Tensor, saved: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    d_hidden, d_weights, d_lora = _backward_cpu(*_on_host((grad, saved, *rest), grad.device))
-    return d_hidden.to(grad.device), d_weights.to(grad.device), d_lora
+def _backward_cuda(grad: torch.Tensor, saved: torch.Tensor, call: _Call, *needs: Any) -> _Gradients:
+    device = grad.device
+    grad, saved, *shared = _on_host((grad, saved, *call), device)
+    d_hidden, d_weights, d_lora = _backward_cpu(grad, saved, _Call(*shared), *needs)
+    return d_hidden.to(device), d_weights.to(device), d_lora
 
 
-_library.impl("moe_experts", _forward_cuda, "CUDA")
-_library.impl("moe_experts_backward", _backward_cuda, "CUDA")
+_library.impl("moe_experts", _forward_entry(_forward_cuda), "CUDA")
+_library.impl("moe_experts_backward", _backward_entry(_backward_cuda), "CUDA")
 
 
 # --- fake and autograd
 
 
-@torch.library.register_fake("ktft::moe_experts", lib=_library)  # type: ignore[untyped-decorator]
-def _forward_fake(
-    hidden: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weights: int,
-    lora: list[torch.Tensor],
-    scaling: list[float],
-    adapter_ids: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: int,
-    save: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    experts = lookup(weights)
-    _check(hidden, top_k_index, top_k_weights, experts, lora, scaling, adapter_ids, dropout_p)
-    saved = torch.empty(_saved_shape(top_k_index, experts, save), dtype=hidden.dtype, device="cpu")
-    return torch.empty_like(hidden, memory_format=torch.contiguous_format), saved
+def _forward_fake(call: _Call, save: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    saved = torch.empty(call.saved_shape(_check(call), save), dtype=call.hidden.dtype, device="cpu")
+    return torch.empty_like(call.hidden, memory_format=torch.contiguous_format), saved
 
 
-@torch.library.register_fake("ktft::moe_experts_backward", lib=_library)  # type: ignore[untyped-decorator]
 def _backward_fake(
-    grad: torch.Tensor,
-    saved: torch.Tensor,
-    hidden: torch.Tensor,
-    top_k_index: torch.Tensor,
-    top_k_weights: torch.Tensor,
-    weights: int,
-    lora: list[torch.Tensor],
-    scaling: list[float],
-    adapter_ids: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: int,
-    need_hidden: bool,
-    need_weights: bool,
-    need_lora: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    d_hidden = hidden.new_empty(hidden.shape if need_hidden else (0,))
-    d_weights = top_k_weights.new_empty(top_k_weights.shape if need_weights else (0,))
+    grad: torch.Tensor, saved: torch.Tensor, call: _Call, need_hidden: bool, need_weights: bool, need_lora: list[bool]
+) -> _Gradients:
+    d_hidden = call.hidden.new_empty(call.hidden.shape if need_hidden else (0,))
+    d_weights = call.top_k_weights.new_empty(call.top_k_weights.shape if need_weights else (0,))
     d_lora = [
         torch.empty(t.shape if need_lora[n // 6] else (0,), dtype=torch.float32, device=t.device)
-        for n, t in enumerate(lora)
+        for n, t in enumerate(call.lora)
     ]
     return d_hidden, d_weights, d_lora
 
 
+torch.library.register_fake("ktft::moe_experts", _forward_entry(_forward_fake), lib=_library)
+torch.library.register_fake("ktft::moe_experts_backward", _backward_entry(_backward_fake), lib=_library)
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    hidden, top_k_index, top_k_weights, weights, lora, scaling, adapter_ids, dropout_p, dropout_seed, _save = inputs
-    ctx.save_for_backward(output[1], hidden, top_k_index, top_k_weights, adapter_ids, *lora)
+    call = _Call(*inputs[:-1])
+    ctx.save_for_backward(output[1], call.hidden, call.top_k_index, call.top_k_weights, call.adapter_ids, *call.lora)
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # else torch fills a zero gradient as large as what was saved
-    ctx.weights = lookup(weights)  # a strong reference: backward works after the model is gone
-    ctx.scaling, ctx.dropout_p, ctx.dropout_seed = scaling, dropout_p, dropout_seed
-    ctx.needs = (hidden.requires_grad, top_k_weights.requires_grad, [t.requires_grad for t in lora])
+    ctx.weights = lookup(call.weights)  # a strong reference: backward works after the model is gone
+    ctx.scaling, ctx.dropout_p, ctx.dropout_seed = call.scaling, call.dropout_p, call.dropout_seed
+    ctx.needs = (
+        call.hidden.requires_grad, call.top_k_weights.requires_grad, [t.requires_grad for t in call.lora],
+    )  # fmt: skip
 
 
 def _backward(ctx: Any, grad_out: torch.Tensor | None, _grad_saved: torch.Tensor | None) -> tuple[Any, ...]:
     saved, hidden, top_k_index, top_k_weights, adapter_ids, *lora = ctx.saved_tensors
+    call = _Call(
+        hidden, top_k_index, top_k_weights, ctx.weights.id, lora, ctx.scaling, adapter_ids,
+        ctx.dropout_p, ctx.dropout_seed,
+    )  # fmt: skip
     need_hidden, need_weights, need_factors = ctx.needs
+    d_hidden, d_weights, d_factors = None, None, [None] * len(lora)
+    if grad_out is not None:
+        need_lora = [any(need_factors[6 * n : 6 * n + 6]) for n in range(len(call.scaling))]
+        d_hidden, d_weights, d_lora = torch.ops.ktft.moe_experts_backward(
+            grad_out, saved, *call, need_hidden, need_weights, need_lora
+        )
+        d_hidden, d_weights = d_hidden if need_hidden else None, d_weights if need_weights else None
+        d_factors = [g if need else None for g, need in zip(d_lora, need_factors, strict=True)]
     # torch takes an empty list of floats for an empty list of tensors
-    no_scaling: list[None] | None = None if ctx.scaling else []
-    if grad_out is None:
-        return None, None, None, None, [None] * len(lora), no_scaling, None, None, None, None
-    need_lora = [any(need_factors[6 * n : 6 * n + 6]) for n in range(len(ctx.scaling))]
-    d_hidden, d_weights, d_lora = torch.ops.ktft.moe_experts_backward(
-        grad_out, saved, hidden, top_k_index, top_k_weights, ctx.weights.id, lora, ctx.scaling, adapter_ids,
-        ctx.dropout_p, ctx.dropout_seed, need_hidden, need_weights, need_lora,
-    )  # fmt: skip
-    d_factors = [g if need else None for g, need in zip(d_lora, need_factors, strict=True)]
-    return (
-        d_hidden if need_hidden else None, None, d_weights if need_weights else None, None,
-        d_factors, no_scaling, None, None, None, None,
-    )  # fmt: skip
+    no_scaling: list[None] | None = None if call.scaling else []
+    # in the schema's order, then save
+    return d_hidden, None, d_weights, None, d_factors, no_scaling, None, None, None, None
 
 
 def _double_backward(ctx: Any, *grads: Any) -> Any:

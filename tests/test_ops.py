@@ -29,6 +29,25 @@ def assert_same_bits(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Ten
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+# --- the contract
+
+
+def test_the_schema_is_final() -> None:
+    shared = (
+        "Tensor hidden, Tensor top_k_index, Tensor top_k_weights, int weights, Tensor[] lora, float[] scaling, "
+        "Tensor? adapter_ids, float dropout_p, int dropout_seed"
+    )
+    assert str(torch.ops.ktft.moe_experts.default._schema) == (
+        f"ktft::moe_experts({shared}, bool save) -> (Tensor, Tensor)"
+    )
+    assert str(torch.ops.ktft.moe_experts_backward.default._schema) == (
+        f"ktft::moe_experts_backward(Tensor grad, Tensor saved, {shared}, bool need_hidden, bool need_weights, "
+        "bool[] need_lora) -> (Tensor, Tensor, Tensor[])"
+    )
+    names = [argument.name for argument in torch.ops.ktft.moe_experts.default._schema.arguments]
+    assert names == [*ops._Call._fields, "save"]
+
+
 # --- determinism
 
 

@@ -59,11 +59,17 @@ void decode_rows(Format format, const char* source, ptrdiff_t stride, int64_t ro
 // instead of 8 GB/s on one thread (Zen 5, 2048 x 768 and 768 x 2048 bf16 from memory; 8, 16 and 64 rows: 19, 21 and 12 to 22).
 constexpr int kRowsAhead = 32;
 
+// One vector of words of columns, from one row of stored elements or two (without a partner the second counts as zero).
+template <class Mode>
+inline Vec::W column_words(Format format, const char* p, ptrdiff_t stride, bool partner, int lanes) {
+  if constexpr (Mode::Dot::kGroup == 2) return Mode::Dot::pair(format == kBf16, p, partner ? p + stride : nullptr, lanes);
+  else return Vec::words(to_compute<Mode>(load_cols(format, p, lanes)));
+}
+
 template <class Mode>
 void decode_panel(Format format, const char* source, ptrdiff_t stride, int64_t rows, int cols, char* panel) {
   const int size = size_of(format);
   for (int64_t row = 0; row < rows; row += Mode::Dot::kGroup, source += Mode::Dot::kGroup * stride, panel += 4 * kBlock) {
-    if (cols < kBlock) __builtin_memset(panel, 0, 4 * kBlock);
     for (int i = 0; i < Mode::Dot::kGroup; ++i)
       for (int byte = 0; byte < cols * size; byte += 64) __builtin_prefetch(source + (kRowsAhead + i) * stride + byte, 0, 2);
     if constexpr (Mode::Dot::kGroup == 2) {
@@ -73,15 +79,50 @@ void decode_panel(Format format, const char* source, ptrdiff_t stride, int64_t r
         continue;
       }
     }
+    if (cols < kBlock) __builtin_memset(panel, 0, 4 * kBlock);
     for_columns(cols, [&](int64_t col, int lanes) {
-      const char* p = source + col * size;
-      char* out = panel + 4 * col;
-      if constexpr (Mode::Dot::kGroup == 2) {
-        Mode::Dot::store_pairs(out, format == kBf16, p, row + 1 < rows ? p + stride : nullptr, lanes);
-      } else {
-        store_cols(kFp32, out, to_compute<Mode>(load_cols(format, p, lanes)), lanes);
-      }
+      Vec::store_words(panel + 4 * col,
+                       column_words<Mode>(format, source + col * size, stride, row + Mode::Dot::kGroup <= rows, lanes));
     });
+  }
+}
+
+// Phases of a phased panel: one for each quarter of a vector in the product of rows.
+constexpr int kPhases = Vec::kLanes / 4;
+
+inline void decode_phased(const char* rows, ptrdiff_t stride, int64_t words, int cols, char* panel) {
+  const int64_t full = words / Vec::kLanes, tail = words % Vec::kLanes;
+  if (cols < kBlock) __builtin_memset(panel, 0, size_t(words) * 4 * kBlock);
+  for (int col = 0; col < cols; col += Vec::kLanes, rows += Vec::kLanes * stride) {
+    const int columns = cols - col < Vec::kLanes ? cols - col : Vec::kLanes;
+    const auto place = [&](int64_t group, const Vec::W* transposed, int64_t count) {
+      for (int64_t k = 0; k < count; ++k) {
+        const int64_t phase = k / 4, before = tail < 4 * phase ? tail : 4 * phase;
+        Vec::store_words(panel + 4 * ((4 * full * phase + before + 4 * group + k % 4) * kBlock + col), transposed[k]);
+      }
+    };
+    Vec::W transposed[Vec::kLanes];
+    int64_t group = 0;
+    if (columns == Vec::kLanes) {
+      for (; group < full; ++group) {
+        Vec::transpose(rows + 4 * Vec::kLanes * group, stride, transposed);
+#pragma GCC unroll 4
+        for (int phase = 0; phase < kPhases; ++phase) {
+          const int64_t before = tail < 4 * phase ? tail : 4 * phase;
+          char* out = panel + 4 * ((4 * full * phase + before + 4 * group) * kBlock + col);
+#pragma GCC unroll 4
+          for (int k = 0; k < 4; ++k) Vec::store_words(out + 4 * k * kBlock, transposed[4 * phase + k]);
+        }
+      }
+    }
+    for (; group * Vec::kLanes < words; ++group) {  // the edges, by way of a whole block
+      const int64_t count = words - group * Vec::kLanes < Vec::kLanes ? words - group * Vec::kLanes : Vec::kLanes;
+      alignas(64) char block[Vec::kLanes * Vec::kLanes * 4] = {0};
+      for (int i = 0; i < columns; ++i)
+        __builtin_memcpy(block + 4 * Vec::kLanes * i, rows + i * stride + 4 * Vec::kLanes * group, size_t(4 * count));
+      Vec::transpose(block, 4 * Vec::kLanes, transposed);
+      place(group, transposed, count);
+    }
   }
 }
 

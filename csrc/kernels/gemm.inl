@@ -1,28 +1,22 @@
-// The two products of table.h, for one vector unit `Vec` and one word type `Dot`. Included by unit.inl inside an anonymous
+// The products of table.h, for one vector unit `Vec` and one word type `Mode::Dot`. Included by unit.inl inside an anonymous
 // namespace.
 //
-// Every accumulator belongs to one element of C (nt: a vector of partial sums; nn: one lane) and is fed in the order of the
-// segments' words. Tile sizes therefore never change a result.
+// Every accumulator lane belongs to one element of C and one quarter of the reduction, and is fed in the order of the segments'
+// words; quarters are added to C in order. Tile sizes and layouts of B therefore never change a result.
 
 // Words of plain fp32; available at every level.
 struct Fp32Dot {
   static constexpr int kGroup = 1;
-  using X = Vec::F;
-  static X load(const void* p) { return Vec::load(p); }
-  static X load_n(const void* p, int n) { return Vec::load_n(p, n); }
-  static X broadcast(const void* p) {
-    float word;
-    __builtin_memcpy(&word, p, 4);
-    return Vec::set1(word);
-  }
-  static Vec::F dot(Vec::F acc, X a, X b) { return Vec::fma(a, b, acc); }
+  static Vec::F dot(Vec::F acc, Vec::W a, Vec::W b) { return Vec::fma(Vec::floats(a), Vec::floats(b), acc); }
 };
 
-constexpr int kColTile = 4;  // nt: weight rows per tile, the width of Vec::sum4
-constexpr int64_t kNtStep = 16 * Vec::kLanes, kNnStep = 32;  // words of a reduction between two steps of read-ahead
+template <class Mode>
+inline int64_t words_of(const Segment& segment) {
+  return (segment.length + Mode::Dot::kGroup - 1) / Mode::Dot::kGroup;
+}
 
 // Walks the areas of a ReadAhead, some cache lines at each step of a product. Steps are short: a burst of requests would wait for
-// the few that can be under way.
+// the few that can be under way, or be dropped.
 class AheadCursor {
  public:
   AheadCursor(const ReadAhead& ahead, int64_t steps) : area_(ahead.areas), end_(ahead.areas + ReadAhead::kAreas) {
@@ -56,89 +50,196 @@ class AheadCursor {
   }
 };
 
-template <class Dot, int kRows>
-inline void nt_tile(const Segment* segments, int count, int row, int col, int cols, float* c, bool accumulate,
-                    AheadCursor& cursor) {
-  Vec::F acc[kRows][kColTile];
+// Calls tile(std::integral_constant rows, first row) for all rows, in steps of kMost, 4, 2 and 1.
+template <int kRows>
+struct Count {
+  static constexpr int value = kRows;
+};
+template <int kMost, class Tile>
+inline void for_rows(int rows, Tile tile) {
+  int row = 0;
+  const auto sweep = [&](auto step) {
+    for (; row + step.value <= rows; row += step.value) tile(step, row);
+  };
+  sweep(Count<kMost>());
+  if constexpr (kMost > 8) sweep(Count<8>());
+  if constexpr (kMost > 4) sweep(Count<4>());
+  if constexpr (kMost > 2) sweep(Count<2>());
+  sweep(Count<1>());
+}
+
+// --- rows: both operands contiguous along the reduction
+
+// Few rows are bound by memory. So many lines ahead in each of a tile's streams keep more requests under way than a core's window
+// does: 70 instead of 48 GB/s for one row of 2048 bf16, two threads (Zen 5; 8 lines: 51).
+constexpr int kLinesAhead = 16;
+
+// A quarter of an accumulator's lanes holds four columns, and quarter q adds up words 4 q .. 4 q + 3 of every kLanes words.
+template <class Mode, int kRows, int kGroups>
+inline void rows_tile(const Segment* segments, int count, int row, int col, int cols, float* c) {
+  constexpr int kCols = 4 * kGroups;
+  Vec::F acc[kRows][kGroups];
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i)
-#pragma GCC unroll 4
-    for (int j = 0; j < kColTile; ++j) acc[i][j] = Vec::zero();
+#pragma GCC unroll 2
+    for (int g = 0; g < kGroups; ++g) acc[i][g] = Vec::zero();
 
   for (int s = 0; s < count; ++s) {
     const Segment& segment = segments[s];
-    const char* a[kRows];
-    const char* b[kColTile];
+    const char *a = segment.a + row * segment.a_stride, *b[kCols];
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) a[i] = segment.a + ptrdiff_t(row + i) * segment.a_stride;
-#pragma GCC unroll 4
-    for (int j = 0; j < kColTile; ++j)  // columns past the edge repeat the last one and are not stored
+    for (int j = 0; j < kCols; ++j)  // columns past the edge repeat the last one and are not stored
       b[j] = segment.b + ptrdiff_t(col + (j < cols ? j : cols - 1)) * segment.b_stride;
-    const int64_t full = segment.words / Vec::kLanes * Vec::kLanes;
-    // Few rows are bound by memory, and hardware prefetchers start anew where the next rows begin on other pages. Two lines of
-    // each are enough to start them: 6 % for one row of 2048 bf16 (31 GB/s on one thread); 0, 6, 16 or all lines are slower.
-    if constexpr (kRows <= 2) {
-      for (int line = 0; line < 2; ++line)
-        for (int j = 0; j < kColTile; ++j) __builtin_prefetch(b[j] + kColTile * segment.b_stride + 64 * line);
-    }
+    const auto step = [&](int64_t k, auto load) {
+      Vec::W words[kGroups][4];
+#pragma GCC unroll 2
+      for (int g = 0; g < kGroups; ++g) {
+        const Vec::W rows[4] = {load(b[4 * g] + 4 * k), load(b[4 * g + 1] + 4 * k), load(b[4 * g + 2] + 4 * k),
+                                load(b[4 * g + 3] + 4 * k)};
+        Vec::transpose_quads(rows, words[g]);
+      }
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        const Vec::W x = load(a + i * segment.a_stride + 4 * k);
+        const Vec::W spread[4] = {Vec::template spread<0>(x), Vec::template spread<1>(x), Vec::template spread<2>(x),
+                                  Vec::template spread<3>(x)};
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j)
+#pragma GCC unroll 2
+          for (int g = 0; g < kGroups; ++g) acc[i][g] = Mode::Dot::dot(acc[i][g], spread[j], words[g][j]);
+      }
+    };
+    const int64_t words = words_of<Mode>(segment), full = words / Vec::kLanes * Vec::kLanes;
     for (int64_t k = 0; k < full; k += Vec::kLanes) {
-      if (k % kNtStep == 0) cursor.step();
-      typename Dot::X bv[kColTile];
-#pragma GCC unroll 4
-      for (int j = 0; j < kColTile; ++j) bv[j] = Dot::load(b[j] + 4 * k);
+      if (row == 0) {
+        int64_t ahead = 4 * k + 64 * kLinesAhead;  // past the end of these rows: in the next tile's
+        if (ahead >= 4 * words) ahead += kCols * segment.b_stride - 4 * words;
 #pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) {
-        const typename Dot::X av = Dot::load(a[i] + 4 * k);
-#pragma GCC unroll 4
-        for (int j = 0; j < kColTile; ++j) acc[i][j] = Dot::dot(acc[i][j], av, bv[j]);
+        for (int j = 0; j < kCols; ++j) __builtin_prefetch(b[j] + ahead, 0, 3);
       }
+      step(k, [](const char* p) { return Vec::load_words(p); });
     }
-    const int tail = int(segment.words - full);
-    if (tail) {
-      typename Dot::X bv[kColTile];
-#pragma GCC unroll 4
-      for (int j = 0; j < kColTile; ++j) bv[j] = Dot::load_n(b[j] + 4 * full, tail);
-#pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) {
-        const typename Dot::X av = Dot::load_n(a[i] + 4 * full, tail);
-#pragma GCC unroll 4
-        for (int j = 0; j < kColTile; ++j) acc[i][j] = Dot::dot(acc[i][j], av, bv[j]);
-      }
+    if (full < words) {
+      const int tail = int(words - full);
+      step(full, [tail](const char* p) { return Vec::load_words_n(p, tail); });
     }
   }
 #pragma GCC unroll 8
   for (int i = 0; i < kRows; ++i) {
-    float* out = c + ptrdiff_t(row + i) * kBlock + col;
-    if (cols == kColTile && !accumulate) {
-      Vec::sum4(acc[i], out);
-    } else {
-      float sums[kColTile];
-      Vec::sum4(acc[i], sums);
-      for (int j = 0; j < cols; ++j) out[j] = accumulate ? out[j] + sums[j] : sums[j];
+#pragma GCC unroll 2
+    for (int g = 0; g < kGroups; ++g) {
+      float* out = c + ptrdiff_t(row + i) * kBlock + col + 4 * g;
+      if (4 * g + 4 <= cols) {
+        Vec::add_quads(acc[i][g], out);
+      } else if (4 * g < cols) {
+        float sums[4] = {0, 0, 0, 0};
+        __builtin_memcpy(sums, out, size_t(cols - 4 * g) * 4);
+        Vec::add_quads(acc[i][g], sums);
+        __builtin_memcpy(out, sums, size_t(cols - 4 * g) * 4);
+      }
     }
   }
 }
 
-template <class Dot>
-void gemm_nt(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate, const ReadAhead& ahead) {
-  int row = 0;
-  AheadCursor cursor(ahead, int64_t(rows / Vec::kRowTile + 1) * ((cols + kColTile - 1) / kColTile) *
-                                (segments[0].words / kNtStep + 1));
-  const auto sweep = [&](auto tile, int step) {
-    for (; row + step <= rows; row += step) {
-      for (int col = 0; col < cols; col += kColTile)
-        tile(segments, count, row, col, cols - col < kColTile ? cols - col : kColTile, c, accumulate, cursor);
-    }
-  };
-  sweep(nt_tile<Dot, Vec::kRowTile>, Vec::kRowTile);
-  if constexpr (Vec::kRowTile > 4) sweep(nt_tile<Dot, 4>, 4);
-  if constexpr (Vec::kRowTile > 2) sweep(nt_tile<Dot, 2>, 2);
-  sweep(nt_tile<Dot, 1>, 1);
+template <class Mode>
+void multiply_rows(const Segment* segments, int count, int rows, int cols, float* c, const ReadAhead&) {
+  constexpr int kCols = 4 * Vec::kRowGroups;
+  for_rows<Vec::kRowTile>(rows, [&](auto step, int row) {
+    int col = 0;
+    for (; cols - col > kCols - 4; col += kCols)
+      rows_tile<Mode, step.value, Vec::kRowGroups>(segments, count, row, col, cols - col, c);
+    for (; col < cols; col += 4) rows_tile<Mode, step.value, 1>(segments, count, row, col, cols - col, c);
+  });
 }
 
-template <class Dot, int kRows>
-inline void nn_tile(const Segment* segments, int count, int row, int col, int cols, float* c, bool accumulate,
-                    AheadCursor& cursor) {
+// --- panels
+
+// The words of one phase of a segment: `groups` groups of four and `rest` more, from word `first` of the panel; in A the groups lie
+// `step` bytes apart from byte `offset`.
+struct Phase {
+  int64_t first, groups;
+  int rest;
+  ptrdiff_t offset, step;
+};
+
+inline Phase phase_of(int64_t words, int phases, int phase) {
+  const int64_t group = 4 * phases, full = words / group, tail = words % group;
+  const int64_t before = tail < 4 * phase ? tail : 4 * phase, rest = tail - before < 4 ? tail - before : 4;
+  return {4 * full * phase + before, full, int(rest), 16 * phase, 4 * ptrdiff_t(group)};
+}
+
+constexpr int64_t kAheadStep = 8;  // groups of four words between two steps of read-ahead
+
+template <class Mode, int kRows, int kVecs>
+inline void panel_tile(const Segment* segments, int count, int phases, int phase, int row, int col, int cols, float* c,
+                       AheadCursor& cursor) {
+  Vec::F acc[kRows][kVecs];
+#pragma GCC unroll 12
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; ++j) acc[i][j] = Vec::zero();
+
+  for (int s = 0; s < count; ++s) {
+    const Segment& segment = segments[s];
+    const Phase p = phase_of(words_of<Mode>(segment), phases, phase);
+    const char *a[kRows], *panel = segment.b + 4 * (p.first * kBlock + col);
+#pragma GCC unroll 12
+    for (int i = 0; i < kRows; ++i) a[i] = segment.a + (row + i) * segment.a_stride + p.offset;
+    ptrdiff_t at = 0;
+    const auto word = [&](int k) {
+      Vec::W b[kVecs];
+#pragma GCC unroll 4
+      for (int j = 0; j < kVecs; ++j) b[j] = Vec::load_words(panel + 4 * (k * kBlock + j * Vec::kLanes));
+#pragma GCC unroll 12
+      for (int i = 0; i < kRows; ++i) {
+        const Vec::W x = Vec::broadcast(a[i] + at + 4 * k);
+#pragma GCC unroll 4
+        for (int j = 0; j < kVecs; ++j) acc[i][j] = Mode::Dot::dot(acc[i][j], x, b[j]);
+      }
+    };
+    for (int64_t group = 0; group < p.groups; ++group, at += p.step, panel += 16 * kBlock) {
+      if (group % kAheadStep == 0) cursor.step();
+      word(0);
+      word(1);
+      word(2);
+      word(3);
+    }
+    for (int k = 0; k < p.rest; ++k) word(k);
+  }
+#pragma GCC unroll 12
+  for (int i = 0; i < kRows; ++i) {
+    float* out = c + ptrdiff_t(row + i) * kBlock + col;
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; ++j) {  // the tile may hang over `cols`: C is kBlock wide, so the store stays inside the row
+      if (j * Vec::kLanes >= cols) break;
+      Vec::store(out + j * Vec::kLanes, Vec::add(Vec::load(out + j * Vec::kLanes), acc[i][j]));
+    }
+  }
+}
+
+template <class Mode, int kPhases>
+void multiply_panel(const Segment* segments, int count, int rows, int cols, float* c, const ReadAhead& ahead) {
+  constexpr int kVecs = Vec::kPanelVecs, kCols = kVecs * Vec::kLanes;
+  static_assert(kBlock % kCols == 0, "a panel is a whole number of tiles");
+  int64_t groups = 0;
+  for (int s = 0; s < count; ++s) groups += words_of<Mode>(segments[s]) / 4;
+  AheadCursor cursor(ahead, int64_t(rows / Vec::kPanelRows + 1) * (kBlock / kCols) * (groups / kAheadStep + kPhases));
+  const auto sweep = [&](auto step, int row, auto vecs) {
+    for (int col = 0; col < cols; col += vecs.value * Vec::kLanes)
+      for (int phase = 0; phase < kPhases; ++phase)
+        panel_tile<Mode, step.value, vecs.value>(segments, count, kPhases, phase, row, col, cols - col, c, cursor);
+  };
+  if (cols <= Vec::kLanes) {  // LoRA ranks: narrow tiles, more rows
+    for_rows<2 * Vec::kPanelRows>(rows, [&](auto step, int row) { sweep(step, row, Count<1>()); });
+  } else {
+    for_rows<Vec::kPanelRows>(rows, [&](auto step, int row) { sweep(step, row, Count<kVecs>()); });
+  }
+}
+
+// --- columns: stored elements, two rows made into words in registers
+
+template <class Mode, int kRows>
+inline void columns_tile(const Segment* segments, int count, int row, int col, int cols, float* c) {
   constexpr int kVecs = Vec::kPanelVecs;
   Vec::F acc[kRows][kVecs];
 #pragma GCC unroll 8
@@ -148,20 +249,29 @@ inline void nn_tile(const Segment* segments, int count, int row, int col, int co
 
   for (int s = 0; s < count; ++s) {
     const Segment& segment = segments[s];
-    const char* a[kRows];
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) a[i] = segment.a + ptrdiff_t(row + i) * segment.a_stride;
-    const char* panel = segment.b + 4 * ptrdiff_t(col);
-    for (int64_t k = 0; k < segment.words; ++k, panel += 4 * kBlock) {
-      if (k % kNnStep == 0) cursor.step();
-      typename Dot::X bv[kVecs];
+    const int64_t words = words_of<Mode>(segment);
+    const int size = size_of(segment.format);
+    const char *a = segment.a + row * segment.a_stride, *b = segment.b + col * size;
+    for (int64_t k = 0; k < words; ++k, b += Mode::Dot::kGroup * segment.b_stride) {
+      const bool partner = (k + 1) * Mode::Dot::kGroup <= segment.length;
+      if (row == 0) {
+        for (int i = 0; i < Mode::Dot::kGroup; ++i)
+          for (int byte = 0; byte < kVecs * Vec::kLanes * size; byte += 64)
+            __builtin_prefetch(b + (kRowsAhead + i) * segment.b_stride + byte, 0, 3);
+      }
+      Vec::W words_of_columns[kVecs];
 #pragma GCC unroll 4
-      for (int j = 0; j < kVecs; ++j) bv[j] = Dot::load(panel + 4 * j * Vec::kLanes);
+      for (int j = 0; j < kVecs; ++j) {
+        const int lanes = cols - j * Vec::kLanes;
+        words_of_columns[j] = lanes <= 0 ? Vec::words(Vec::zero())
+                                         : column_words<Mode>(segment.format, b + j * Vec::kLanes * size, segment.b_stride,
+                                                              partner, lanes < Vec::kLanes ? lanes : Vec::kLanes);
+      }
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
-        const typename Dot::X av = Dot::broadcast(a[i] + 4 * k);
+        const Vec::W x = Vec::broadcast(a + i * segment.a_stride + 4 * k);
 #pragma GCC unroll 4
-        for (int j = 0; j < kVecs; ++j) acc[i][j] = Dot::dot(acc[i][j], av, bv[j]);
+        for (int j = 0; j < kVecs; ++j) acc[i][j] = Mode::Dot::dot(acc[i][j], x, words_of_columns[j]);
       }
     }
   }
@@ -169,30 +279,17 @@ inline void nn_tile(const Segment* segments, int count, int row, int col, int co
   for (int i = 0; i < kRows; ++i) {
     float* out = c + ptrdiff_t(row + i) * kBlock + col;
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) {  // the tile may hang over `cols`: C is kBlock wide, so the store stays inside the row
+    for (int j = 0; j < kVecs; ++j) {
       if (j * Vec::kLanes >= cols) break;
-      Vec::F value = acc[i][j];
-      if (accumulate) value = Vec::add(Vec::load(out + j * Vec::kLanes), value);
-      Vec::store(out + j * Vec::kLanes, value);
+      Vec::store(out + j * Vec::kLanes, Vec::add(Vec::load(out + j * Vec::kLanes), acc[i][j]));
     }
   }
 }
 
-template <class Dot>
-void gemm_nn(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate, const ReadAhead& ahead) {
-  constexpr int kCols = Vec::kPanelVecs * Vec::kLanes;
-  static_assert(kBlock % kCols == 0, "a panel is a whole number of tiles");
-  int row = 0;
-  int64_t words = 0;
-  for (int s = 0; s < count; ++s) words += segments[s].words;
-  AheadCursor cursor(ahead, int64_t(rows / Vec::kPanelRows + 1) * (kBlock / kCols) * (words / kNnStep + 1));
-  const auto sweep = [&](auto tile, int step) {
-    for (; row + step <= rows; row += step) {
-      for (int col = 0; col < cols; col += kCols) tile(segments, count, row, col, cols - col, c, accumulate, cursor);
-    }
-  };
-  sweep(nn_tile<Dot, Vec::kPanelRows>, Vec::kPanelRows);
-  if constexpr (Vec::kPanelRows > 4) sweep(nn_tile<Dot, 4>, 4);
-  if constexpr (Vec::kPanelRows > 2) sweep(nn_tile<Dot, 2>, 2);
-  sweep(nn_tile<Dot, 1>, 1);
+template <class Mode>
+void multiply_columns(const Segment* segments, int count, int rows, int cols, float* c, const ReadAhead&) {
+  for_rows<Vec::kPanelRows>(rows, [&](auto step, int row) {
+    for (int col = 0; col < cols; col += Vec::kPanelVecs * Vec::kLanes)
+      columns_tile<Mode, step.value>(segments, count, row, col, cols - col, c);
+  });
 }

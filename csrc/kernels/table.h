@@ -1,15 +1,20 @@
 // The contract between the expert layer (moe.cpp), which knows no ISA, and the kernels, which know no experts.
 //
-// A *word* is 32 bits of a row along the reduction: one fp32, or two neighbouring bf16 (`group` elements). Activations live in
-// rows of words; weights are read as rows of words (product "nt") or decoded into a panel of words (product "nn"):
+// A *word* is 32 bits of a row along the reduction: one fp32, or two neighbouring bf16 (`group` elements). Activations A live in
+// rows of words. Weights B are read in one of four layouts:
 //
-//   nt   C[m, n] += sum_k A[m, k] * B[n, k]      B row-major, both operands contiguous along the reduction
-//   nn   C[m, n] += sum_k A[m, k] * P[k, n]      P a panel [words][64]: word k of column n holds elements group*k .. of column
-//   n
+//   rows      C[m, n] += sum_k A[m, k] * B[n, k]   rows of words, contiguous along the reduction
+//   phased    the same product                     those rows transposed into a panel
+//   columns   C[m, n] += sum_k A[m, k] * B[k, n]   stored elements as they are
+//   panel     the same product                     those elements as a panel
+//
+// A panel is [words][64]: a word k of column n holds elements group * k .. of column n. For few rows of A, reading B where it lies
+// is fastest; for many, a panel in L2 that all of them share. A phased panel holds the words in the order in which the lanes of
+// the rows product add them up, so that both layouts of a product give the same bits.
 //
 // Each product runs over a list of segments, one after the other into the same accumulators: base weights first, then LoRA
-// terms. Determinism: an element of C is one chain of additions whose order depends on the segment lengths alone, never on the
-// number of rows or columns, the tile, or the thread.
+// terms. Determinism: an element of C is one chain of additions (rows: one for each quarter of a vector) whose order depends on
+// the segment lengths alone, never on the number of rows or columns, the tile, the layout, or the thread.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -25,9 +30,10 @@ enum Format : int { kBf16 = 0, kFp32 = 1 };
 struct Segment {
   const char* a;       // activations: row i at a + i * a_stride
   ptrdiff_t a_stride;  // bytes
-  const char* b;       // nt: row n at b + n * b_stride;  nn: panel
-  ptrdiff_t b_stride;  // bytes; unused by nn
-  int64_t words;       // length of this segment's reduction
+  const char* b;
+  ptrdiff_t b_stride;  // bytes between rows; unused by panels
+  int64_t length;      // elements of this segment's reduction
+  Format format;       // of the elements; columns only
 };
 
 // Memory that the caller will want next, brought into L2 bit by bit between the tiles of a product.
@@ -47,21 +53,25 @@ struct Dropout {  // see ktft/reference.py: dropout_mask
   float keep_scale;    // 1 / (1 - p)
 };
 
+// Rows of A up to which B is read where it lies.
+constexpr int kFewRows = 16;
+
 // One ISA level and compute dtype. C tiles are float [rows <= kChunk][kBlock]; `cols` <= kBlock.
 struct Kernels {
   int group;            // elements per word: 2 where bf16 pairs are multiplied directly, else 1
   Format word_format;   // format of the elements inside words: bf16 if group is 2, else fp32
   Format saved_format;  // the compute dtype: what gate and up are rounded to and saved as
 
-  using Gemm = void(const Segment* segments, int count, int rows, int cols, float* c, bool accumulate, const ReadAhead& ahead);
-  Gemm* gemm_nt;
-  Gemm* gemm_nn;
+  using Product = void(const Segment* segments, int count, int rows, int cols, float* c, const ReadAhead& ahead);
+  Product *multiply_rows, *multiply_phased, *multiply_columns, *multiply_panel;
 
   // Rows of stored elements -> rows of words, zero-padded to a whole word.
   void (*decode_rows)(Format format, const char* source, ptrdiff_t stride, int64_t rows, int64_t cols, char* words,
                       ptrdiff_t word_stride);
   // A block [rows, cols] of stored elements -> panel [ceil(rows / group)][kBlock], zero-padded.
   void (*decode_panel)(Format format, const char* source, ptrdiff_t stride, int64_t rows, int cols, char* panel);
+  // Rows of words, `words` long, of `cols` columns -> phased panel.
+  void (*decode_phased)(const char* rows, ptrdiff_t stride, int64_t words, int cols, char* panel);
 
   // h = silu(g) * u with g, u rounded to the compute dtype first (and saved so, unless null). h goes to rows of words.
   void (*swiglu_forward)(const float* gate, const float* up, int rows, int cols, char* saved_gate, char* saved_up,

@@ -8,11 +8,13 @@ namespace {
 
 struct Vec {
   static constexpr int kLanes = 8;
-  static constexpr int kRowTile = 3;    // 3 x 4 accumulators + 3 A + 1 B of 16 registers
-  static constexpr int kPanelRows = 6;  // 6 x 2 accumulators + 2 B + 1 A
+  static constexpr int kRowTile = 4;     // product of rows: 4 accumulators + 4 weights + 4 spread activations + 2
+  static constexpr int kRowGroups = 1;
+  static constexpr int kPanelRows = 6;   // product of panels: 6 x 2 accumulators + 2 B + 1 A of 16 registers
   static constexpr int kPanelVecs = 2;
-  static constexpr int kOuterRanks = 4;  // ranks x 2 vectors per tile of outer products
+  static constexpr int kOuterRanks = 4;  // outer product: 4 x 2 accumulators
   using F = __m256;
+  using W = __m256i;
 
   static __m256i mask(int n) { return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)); }
   static F zero() { return _mm256_setzero_ps(); }
@@ -60,17 +62,43 @@ struct Vec {
   static F pow2(F n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
   }
-  // One tree for every horizontal sum: halves, then neighbours twice.
-  static void sum4(const F acc[4], float out[4]) {
-    __m128 half[4];
-    for (int i = 0; i < 4; ++i) half[i] = _mm_add_ps(_mm256_castps256_ps128(acc[i]), _mm256_extractf128_ps(acc[i], 1));
-    _mm_storeu_ps(out, _mm_hadd_ps(_mm_hadd_ps(half[0], half[1]), _mm_hadd_ps(half[2], half[3])));
-  }
   static float sum(F x) {
-    const F acc[4] = {x, x, x, x};
-    float out[4];
-    sum4(acc, out);
-    return out[0];
+    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    const __m128 pairs = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(pairs, _mm_movehdup_ps(pairs)));
+  }
+
+  static F floats(W x) { return _mm256_castsi256_ps(x); }
+  static W words(F x) { return _mm256_castps_si256(x); }
+  static W load_words(const void* p) { return _mm256_loadu_si256(static_cast<const W*>(p)); }
+  static W load_words_n(const void* p, int n) { return words(load_n(p, n)); }
+  static void store_words(void* p, W x) { _mm256_storeu_si256(static_cast<W*>(p), x); }
+  static W broadcast(const void* p) { return words(_mm256_broadcast_ss(static_cast<const float*>(p))); }
+  template <int j>
+  static W spread(W x) {
+    return _mm256_shuffle_epi32(x, j * 0x55);
+  }
+  static void transpose_quads(const W in[4], W out[4]) {
+    const W a = _mm256_unpacklo_epi32(in[0], in[1]), b = _mm256_unpackhi_epi32(in[0], in[1]);
+    const W c = _mm256_unpacklo_epi32(in[2], in[3]), d = _mm256_unpackhi_epi32(in[2], in[3]);
+    out[0] = _mm256_unpacklo_epi64(a, c);
+    out[1] = _mm256_unpackhi_epi64(a, c);
+    out[2] = _mm256_unpacklo_epi64(b, d);
+    out[3] = _mm256_unpackhi_epi64(b, d);
+  }
+  static void transpose(const char* rows, ptrdiff_t stride, W out[8]) {
+    for (int q = 0; q < 2; ++q) {
+      W in[4];
+      for (int i = 0; i < 4; ++i) {
+        const auto quad = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride + 16 * q)); };
+        in[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(quad(i)), quad(i + 4), 1);
+      }
+      transpose_quads(in, out + 4 * q);
+    }
+  }
+  static void add_quads(F acc, float* out) {
+    const __m128 low = _mm_add_ps(_mm_loadu_ps(out), _mm256_castps256_ps128(acc));
+    _mm_storeu_ps(out, _mm_add_ps(low, _mm256_extractf128_ps(acc, 1)));
   }
 };
 

@@ -10,11 +10,13 @@ namespace {
 
 struct Vec {
   static constexpr int kLanes = 16;
-  static constexpr int kRowTile = 6;    // 6 x 4 accumulators + 4 B + 1 A of 32 registers
-  static constexpr int kPanelRows = 6;  // 6 x 4 accumulators + 4 B + 1 A
+  static constexpr int kRowTile = 8;     // product of rows: 8 x 2 accumulators + 8 weights + 4 spread activations of 32 registers
+  static constexpr int kRowGroups = 2;
+  static constexpr int kPanelRows = 6;   // product of panels: 6 x 4 accumulators + 4 B + 1 A
   static constexpr int kPanelVecs = 4;
-  static constexpr int kOuterRanks = 8;  // ranks x 2 vectors per tile of outer products
+  static constexpr int kOuterRanks = 8;  // outer product: 8 x 2 accumulators
   using F = __m512;
+  using W = __m512i;
 
   static __mmask16 mask(int n) { return __mmask16((1u << n) - 1); }
   static F zero() { return _mm512_setzero_ps(); }
@@ -43,41 +45,70 @@ struct Vec {
   static F pow2(F n) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
   }
-  // One tree for every horizontal sum: within each quarter elements 0+2, 1+3, then both; then the quarters 0+2, 1+3, then both.
-  static __m128 sum4(const F acc[4]) {
-    const F ab = _mm512_add_ps(_mm512_unpacklo_ps(acc[0], acc[1]), _mm512_unpackhi_ps(acc[0], acc[1]));
-    const F cd = _mm512_add_ps(_mm512_unpacklo_ps(acc[2], acc[3]), _mm512_unpackhi_ps(acc[2], acc[3]));
-    const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-    const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
-    const F abcd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps(abcd, 1));
-    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-  }
-  static void sum4(const F acc[4], float out[4]) { _mm_storeu_ps(out, sum4(acc)); }
   static float sum(F x) {
-    const F acc[4] = {x, x, x, x};
-    float out[4];
-    sum4(acc, out);
-    return out[0];
+    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    const __m128 quad = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+    const __m128 pairs = _mm_add_ps(quad, _mm_movehl_ps(quad, quad));
+    return _mm_cvtss_f32(_mm_add_ss(pairs, _mm_movehdup_ps(pairs)));
+  }
+
+  static F floats(W x) { return _mm512_castsi512_ps(x); }
+  static W words(F x) { return _mm512_castps_si512(x); }
+  static W load_words(const void* p) { return _mm512_loadu_si512(p); }
+  static W load_words_n(const void* p, int n) { return _mm512_maskz_loadu_epi32(mask(n), p); }
+  static void store_words(void* p, W x) { _mm512_storeu_si512(p, x); }
+  static W broadcast(const void* p) {
+    int32_t word;
+    __builtin_memcpy(&word, p, 4);
+    return _mm512_set1_epi32(word);
+  }
+  template <int j>
+  static W spread(W x) {
+    return _mm512_shuffle_epi32(x, _MM_PERM_ENUM(j * 0x55));
+  }
+  static void transpose_quads(const W in[4], W out[4]) {
+    const W a = _mm512_unpacklo_epi32(in[0], in[1]), b = _mm512_unpackhi_epi32(in[0], in[1]);
+    const W c = _mm512_unpacklo_epi32(in[2], in[3]), d = _mm512_unpackhi_epi32(in[2], in[3]);
+    out[0] = _mm512_unpacklo_epi64(a, c);
+    out[1] = _mm512_unpackhi_epi64(a, c);
+    out[2] = _mm512_unpacklo_epi64(b, d);
+    out[3] = _mm512_unpackhi_epi64(b, d);
+  }
+  static void transpose(const char* rows, ptrdiff_t stride, W out[16]) {
+#pragma GCC unroll 4
+    for (int q = 0; q < 4; ++q) {
+      W in[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const auto quad = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride + 16 * q)); };
+        in[i] = _mm512_inserti32x4(_mm512_castsi128_si512(quad(i)), quad(i + 4), 1);
+        in[i] = _mm512_inserti32x4(in[i], quad(i + 8), 2);
+        in[i] = _mm512_inserti32x4(in[i], quad(i + 12), 3);
+      }
+      transpose_quads(in, out + 4 * q);
+    }
+  }
+  static void add_quads(F acc, float* out) {
+    __m128 sum = _mm_add_ps(_mm_loadu_ps(out), _mm512_castps512_ps128(acc));
+    sum = _mm_add_ps(sum, _mm512_extractf32x4_ps(acc, 1));
+    sum = _mm_add_ps(sum, _mm512_extractf32x4_ps(acc, 2));
+    _mm_storeu_ps(out, _mm_add_ps(sum, _mm512_extractf32x4_ps(acc, 3)));
   }
 };
 
 // Words of bf16 pairs.
 struct Bf16Dot {
   static constexpr int kGroup = 2;
-  using X = __m512i;
-  static X load(const void* p) { return _mm512_loadu_si512(p); }
-  static X load_n(const void* p, int n) { return _mm512_maskz_loadu_epi32(Vec::mask(n), p); }
-  static X broadcast(const void* p) {
-    int32_t word;
-    __builtin_memcpy(&word, p, 4);
-    return _mm512_set1_epi32(word);
+  static Vec::F dot(Vec::F acc, Vec::W a, Vec::W b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
+  // 16 columns of two rows (odd null: the last row has no partner) as words.
+  static Vec::W pair(bool is_bf16, const char* even, const char* odd, int n) {
+    const auto halves = [&](const char* p) {
+      return _mm512_cvtepu16_epi32(is_bf16 ? _mm256_maskz_loadu_epi16(Vec::mask(n), p) : Vec::to_bf16(Vec::load_n(p, n)));
+    };
+    const Vec::W words = halves(even);
+    return odd ? _mm512_or_si512(words, _mm512_slli_epi32(halves(odd), 16)) : words;
   }
-  static Vec::F dot(Vec::F acc, X a, X b) { return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b); }
-  static __m256i load_rounded(bool is_bf16, const char* p, int n) {
-    return is_bf16 ? _mm256_maskz_loadu_epi16(Vec::mask(n), p) : Vec::to_bf16(Vec::load_n(p, n));
-  }
-  // Two vectors of words of a panel from two rows of 32 bf16.
+  // 32 columns of two rows of bf16 as two vectors of words.
   static void interleave(char* out, const char* even, const char* odd) {
     const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
     const __m512i low = _mm512_set_epi64(0x002f000f002e000e, 0x002d000d002c000c, 0x002b000b002a000a, 0x0029000900280008,
@@ -85,12 +116,6 @@ struct Bf16Dot {
     _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, low, b));
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     _mm512_storeu_si512(out + 64, _mm512_permutex2var_epi16(a, high, b));
-  }
-  // n words of a panel: n columns of two neighbouring rows interleaved (null: the last row has no partner).
-  static void store_pairs(char* out, bool is_bf16, const char* even, const char* odd, int n) {
-    X words = _mm512_cvtepu16_epi32(load_rounded(is_bf16, even, n));
-    if (odd) words = _mm512_or_si512(words, _mm512_slli_epi32(_mm512_cvtepu16_epi32(load_rounded(is_bf16, odd, n)), 16));
-    _mm512_mask_storeu_epi32(out, Vec::mask(n), words);
   }
 };
 

@@ -1,4 +1,4 @@
-// One lane in plain C++: the twin that every vector unit is checked against.
+// Four lanes in plain C++: the twin that every vector unit is checked against.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -7,65 +7,128 @@
 namespace {
 
 struct Vec {
-  static constexpr int kLanes = 1;
-  static constexpr int kRowTile = 2;    // nt: rows per tile
-  static constexpr int kPanelRows = 2;  // nn: rows per tile
-  static constexpr int kPanelVecs = 4;  // nn: vectors per tile
-  static constexpr int kOuterRanks = 4;  // ranks x 2 vectors per tile of outer products
-  using F = float;
+  static constexpr int kLanes = 4;
+  static constexpr int kRowTile = 2;     // product of rows: rows per tile
+  static constexpr int kRowGroups = 1;   //                  groups of 4 weight rows per tile
+  static constexpr int kPanelRows = 2;   // product of panels: rows per tile
+  static constexpr int kPanelVecs = 2;   //                    vectors per tile
+  static constexpr int kOuterRanks = 4;  // outer product: ranks x 2 vectors per tile
+  struct F {
+    float lane[4];
+  };
+  struct W {
+    uint32_t lane[4];
+  };
 
-  static F zero() { return 0.0f; }
-  static F set1(float x) { return x; }
+  template <class Function>
+  static F each(Function f) {
+    return {{f(0), f(1), f(2), f(3)}};
+  }
+  static F floats(W x) {
+    F y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+  }
+  static W words(F x) {
+    W y;
+    memcpy(&y, &x, sizeof y);
+    return y;
+  }
+
+  static F zero() { return {{0, 0, 0, 0}}; }
+  static F set1(float x) { return {{x, x, x, x}}; }
   static F load(const void* p) {
     F x;
-    memcpy(&x, p, 4);
+    memcpy(&x, p, sizeof x);
     return x;
   }
-  static F load_n(const void* p, int) { return load(p); }
-  static void store(void* p, F x) { memcpy(p, &x, 4); }
-  static void store_n(void* p, F x, int) { store(p, x); }
-  static F load_bf16(const void* p) {
-    uint16_t half;
-    memcpy(&half, p, 2);
-    uint32_t bits = uint32_t(half) << 16;
-    F x;
+  static F load_n(const void* p, int n) {
+    F x = zero();
+    memcpy(&x, p, size_t(n) * 4);
+    return x;
+  }
+  static void store(void* p, F x) { memcpy(p, &x, sizeof x); }
+  static void store_n(void* p, F x, int n) { memcpy(p, &x, size_t(n) * 4); }
+  static float widen(uint16_t half) {
+    const uint32_t bits = uint32_t(half) << 16;
+    float x;
     memcpy(&x, &bits, 4);
     return x;
   }
-  static F load_bf16_n(const void* p, int) { return load_bf16(p); }
+  static F load_bf16(const void* p) { return load_bf16_n(p, 4); }
+  static F load_bf16_n(const void* p, int n) {
+    uint16_t halves[4] = {0, 0, 0, 0};
+    memcpy(halves, p, size_t(n) * 2);
+    return each([&](int i) { return widen(halves[i]); });
+  }
   // Round to nearest even; a NaN stays a (quiet) NaN.
-  static uint16_t to_bf16(F x) {
+  static uint16_t to_bf16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t((bits >> 16) | 0x40);
     return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
   }
-  static void store_bf16(void* p, F x) {
-    uint16_t half = to_bf16(x);
-    memcpy(p, &half, 2);
+  static void store_bf16(void* p, F x) { store_bf16_n(p, x, 4); }
+  static void store_bf16_n(void* p, F x, int n) {
+    uint16_t halves[4];
+    for (int i = 0; i < 4; ++i) halves[i] = to_bf16(x.lane[i]);
+    memcpy(p, halves, size_t(n) * 2);
   }
-  static void store_bf16_n(void* p, F x, int) { store_bf16(p, x); }
   static F round_bf16(F x) {
-    uint16_t half = to_bf16(x);
-    return load_bf16(&half);
+    return each([&](int i) { return widen(to_bf16(x.lane[i])); });
   }
 
-  static F fma(F a, F b, F c) { return a * b + c; }
-  static F add(F a, F b) { return a + b; }
-  static F sub(F a, F b) { return a - b; }
-  static F mul(F a, F b) { return a * b; }
-  static F div(F a, F b) { return a / b; }
-  static F clamp(F x, float low, float high) { return x < low ? low : (x > high ? high : x); }  // NaN passes
-  static F nearest(F x) { return rintf(x); }
-  static F pow2(F n) {  // 2^n for integral n in [-126, 127]
-    uint32_t bits = uint32_t(int32_t(n) + 127) << 23;
-    F x;
-    memcpy(&x, &bits, 4);
-    return x;
+  static F fma(F a, F b, F c) {
+    return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
   }
-  static float sum(F x) { return x; }
-  static void sum4(const F acc[4], float out[4]) {
-    for (int i = 0; i < 4; ++i) out[i] = acc[i];
+  static F add(F a, F b) {
+    return each([&](int i) { return a.lane[i] + b.lane[i]; });
+  }
+  static F sub(F a, F b) {
+    return each([&](int i) { return a.lane[i] - b.lane[i]; });
+  }
+  static F mul(F a, F b) {
+    return each([&](int i) { return a.lane[i] * b.lane[i]; });
+  }
+  static F div(F a, F b) {
+    return each([&](int i) { return a.lane[i] / b.lane[i]; });
+  }
+  static F clamp(F x, float low, float high) {  // NaN passes
+    return each([&](int i) { return x.lane[i] < low ? low : (x.lane[i] > high ? high : x.lane[i]); });
+  }
+  static F nearest(F x) {
+    return each([&](int i) { return rintf(x.lane[i]); });
+  }
+  static F pow2(F n) {  // 2^n for integral n in [-126, 127]
+    W bits;
+    for (int i = 0; i < 4; ++i) bits.lane[i] = uint32_t(int32_t(n.lane[i]) + 127) << 23;
+    return floats(bits);
+  }
+  static float sum(F x) { return (x.lane[0] + x.lane[1]) + (x.lane[2] + x.lane[3]); }
+
+  static W load_words(const void* p) { return words(load(p)); }
+  static W load_words_n(const void* p, int n) { return words(load_n(p, n)); }
+  static void store_words(void* p, W x) { memcpy(p, &x, sizeof x); }
+  static W broadcast(const void* p) {
+    uint32_t word;
+    memcpy(&word, p, 4);
+    return {{word, word, word, word}};
+  }
+  template <int j>
+  static W spread(W x) {
+    return {{x.lane[j], x.lane[j], x.lane[j], x.lane[j]}};
+  }
+  static void transpose_quads(const W in[4], W out[4]) {
+    for (int i = 0; i < 4; ++i)
+      for (int j = 0; j < 4; ++j) out[i].lane[j] = in[j].lane[i];
+  }
+  static void transpose(const char* rows, ptrdiff_t stride, W out[4]) {
+    W in[4];
+    for (int i = 0; i < 4; ++i) in[i] = load_words(rows + i * stride);
+    transpose_quads(in, out);
+  }
+  static void add_quads(F acc, float* out) {
+    for (int i = 0; i < 4; ++i) out[i] += acc.lane[i];
   }
 };
 
