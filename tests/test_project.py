@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from pathlib import Path
 
 import yaml
@@ -50,6 +51,19 @@ def test_the_pre_commit_config_parses() -> None:
     assert {"ruff-check", "ruff-format", "clang-format"} <= set(hooks)
 
 
+def check_contents(wheel: Path) -> None:
+    """The package, its types and the compiled extension; nothing that only building or testing needs."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    extensions = [name for name in names if name.endswith(".so")]
+    assert extensions == [f"ktft/_C{sysconfig.get_config_var('EXT_SUFFIX')}"]
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "ktft").rglob("*") if path.suffix in (".py", ".pyi")}
+    assert {*sources, "ktft/py.typed"} <= set(names)
+    assert not [name for name in names if name.endswith((".cpp", ".h", ".inl", ".o", ".a", ".pyc"))]
+    (metadata,) = {name.split("/")[0] for name in names} - {"ktft"}
+    assert metadata.endswith(".dist-info") and f"{metadata}/licenses/LICENSE" in names
+
+
 def test_a_wheel_installs_and_works_in_another_environment(tmp_path: Path) -> None:
     """`pip wheel .`, installed into a new environment that has the dependencies but not this checkout."""
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
@@ -57,6 +71,7 @@ def test_a_wheel_installs_and_works_in_another_environment(tmp_path: Path) -> No
     result = subprocess.run(build, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stderr
     (wheel,) = tmp_path.glob("ktft-*.whl")
+    check_contents(wheel)
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run([python, *pip[1:], "install", "--no-deps", wheel], check=True, timeout=300)
