@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -169,6 +175,102 @@ def test_cost_and_bits_do_not_depend_on_adapters_nobody_uses() -> None:
         inputs.x, inputs.index, inputs.route_weights, weights, lora=inputs.lora[:6], scaling=inputs.scaling[:1]
     )
     assert torch.equal(out, alone)
+
+
+# --- foreign threads
+
+
+def in_an_executor(work: Callable[[], None]) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(work).result(60)
+
+
+def in_a_pthread(work: Callable[[], None]) -> None:
+    """A thread that Python learns of when the callback begins."""
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    start = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: work())
+    assert libc.pthread_create(ctypes.byref(thread), None, start, None) == 0
+    assert libc.pthread_join(thread, None) == 0
+
+
+@pytest.mark.parametrize("start", [in_an_executor, in_a_pthread])
+def test_forward_and_backward_in_another_thread(start: Callable[[Callable[[], None]], None]) -> None:
+    inputs = CASES["many rows"].build(torch.bfloat16)
+    weights = weights_of(inputs)
+    expected, results, threads = run(inputs, weights), [], []
+
+    def work() -> None:
+        threads.append(threading.get_native_id())
+        results.append(run(inputs, weights))
+
+    start(work)
+    assert threads and threading.get_native_id() not in threads
+    assert_same_bits(results[0], expected)
+
+
+class Nested(torch.autograd.Function):
+    """The identity around ``function``, whose backward runs a backward of its own, ``depth`` levels deep."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, function: Callable[[torch.Tensor], torch.Tensor], depth: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.function, ctx.depth = function, depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            out = Nested.apply(x, ctx.function, ctx.depth - 1) if ctx.depth else ctx.function(x)
+        out.backward(grad)
+        return x.grad, None, None
+
+
+def test_backward_in_a_thread_of_autograds_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd runs backwards within backwards in the caller up to a depth of 60, deeper ones in a C++ thread of its
+    own, which is where a GPU's backward runs as well."""
+    inputs = CASES["many rows"].build(torch.bfloat16)
+    weights = weights_of(inputs)
+    expected = run(inputs, weights)
+    threads, kernel = [], ops._C.backward
+    monkeypatch.setattr(ops._C, "backward", lambda *a: (threads.append(threading.get_native_id()), kernel(*a))[1])
+    lora = [t.clone().requires_grad_() for t in inputs.lora]
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return ops.moe_experts(x, inputs.index, inputs.route_weights, weights, lora=lora, scaling=inputs.scaling)
+
+    x = inputs.x.clone().requires_grad_()
+    Nested.apply(x, layer, 70).backward(inputs.grad)
+    assert x.grad is not None and len(threads) == 1
+    if threads[0] == threading.get_native_id():
+        pytest.skip("this torch ran the nested backward in the calling thread")
+    assert_same_bits((x.grad, *(t.grad for t in lora)), (expected[1], *expected[3:]))
+
+
+def test_python_goes_on_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = CASES["many rows"].build(torch.float32)
+    weights = weights_of(inputs)
+    x, index, route_weights = (t.repeat(100, 1) for t in (inputs.x, inputs.index, inputs.route_weights))
+    kernel, span = ops._C.forward, []
+
+    def timed(*arguments: Any) -> None:
+        span.append(time.perf_counter())
+        kernel(*arguments)
+        span.append(time.perf_counter())
+
+    monkeypatch.setattr(ops._C, "forward", timed)
+    with ops.override(isa="scalar", threads=1), ThreadPoolExecutor(1) as executor:
+        call = executor.submit(ops.moe_experts, x, index, route_weights, weights)
+        moments = []
+        while not call.done():
+            moments.append(time.perf_counter())
+            time.sleep(1e-4)
+    call.result()
+    begin, end = span
+    third = (end - begin) / 3
+    assert [moment for moment in moments if begin + third < moment < end - third]
 
 
 # --- foreign settings
