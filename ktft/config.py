@@ -42,6 +42,7 @@ class Recipe:
     model_name_or_path: str
     """Directory or hub id of the base model."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
     bf16: bool = True
     """Compute in bf16 (False: in fp32). Adapters are fp32 either way."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -52,68 +53,106 @@ class Recipe:
 
     # method
     stage: Literal["sft"] = "sft"
+    """Supervised fine-tuning."""
     do_train: bool = True
+    """False is refused: ``ktft train`` trains."""
     finetuning_type: Literal["lora"] = "lora"
+    """LoRA adapters on a frozen base."""
     lora_rank: int = 8
+    """Of every adapted module and of each routed expert's three matrices; at most 256."""
     lora_alpha: int | None = None
-    """Default: twice the rank."""
+    """The scaling factor is alpha / rank. Default: twice the rank."""
     lora_dropout: float = 0.0
+    """On the adapters' inputs, in training only."""
     lora_target: tuple[str, ...] = ("all",)
     """Module names, ``experts`` for every routed expert, or ``all``: every linear layer but the output layer, and the
     experts."""
     use_rslora: bool = False
+    """Rank-stabilised LoRA: the scaling factor is alpha / √rank."""
 
     # data
     dataset: tuple[str, ...] = ()
-    """Names in ``dataset_dir/dataset_info.json``, or .json/.jsonl files."""
+    """Names in ``dataset_dir/dataset_info.json``, or .json/.jsonl files of chat messages; several are joined."""
     eval_dataset: tuple[str, ...] = ()
+    """Held-out data, named likewise."""
     dataset_dir: str = "data"
+    """Where ``dataset_info.json`` lies."""
     template: str | None = None
     """A ``.jinja`` file to use as chat template. Other names are LLaMA-Factory's own templates, which ktft does not
     have: the tokenizer's chat template is used, and a notice says so."""
     cutoff_len: int = 2048
+    """Tokens of a sample. What is longer is cut at the end, and a sample that keeps nothing to learn is dropped; the
+    run says how many."""
     max_samples: int | None = None
+    """Take at most this many of each data set, from its beginning, held-out ones too."""
     val_size: float = 0.0
     """Held out of the training data: a count, or below 1 a fraction."""
 
     # training
     per_device_train_batch_size: int = 8
+    """Samples in one forward and backward."""
     per_device_eval_batch_size: int = 8
+    """The same for the held-out loss."""
     gradient_accumulation_steps: int = 1
+    """Batches per optimizer step. The loss is the mean over all their answer tokens."""
     learning_rate: float = 5e-5
+    """The highest, reached after warm-up."""
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup"] = "linear"
+    """linear and cosine fall to 0 at the last step."""
     warmup_ratio: float = 0.0
+    """Part of the steps in which the learning rate rises from 0. Or give ``warmup_steps``."""
     warmup_steps: int = 0
+    """The same as a number of steps."""
     num_train_epochs: float = 3.0
+    """Passes over the training data; a fraction is allowed."""
     max_steps: int = -1
-    """Optimizer steps; -1: by epochs."""
+    """Optimizer steps; -1: by ``num_train_epochs``."""
     weight_decay: float = 0.0
+    """Of AdamW."""
     max_grad_norm: float = 1.0
+    """Gradients are clipped to this norm, taken over all adapters together. 0: no clipping."""
     adam_beta1: float = 0.9
+    """Of AdamW."""
     adam_beta2: float = 0.999
+    """Of AdamW."""
     adam_epsilon: float = 1e-8
+    """Of AdamW."""
     seed: int = 42
+    """Of the adapters' first values, the order of the data, dropout and the split of ``val_size``."""
     dataloader_num_workers: int = 0
+    """Processes that put batches together; 0: the training process does it."""
     disable_gradient_checkpointing: bool = True
     """False: recompute activations in backward, which trades time for memory. (LLaMA-Factory's default is False.)"""
 
     # evaluation and output
     output_dir: str = ""
+    """Where the adapter, the log, the summary and the checkpoints go; created if missing, refused if it has content and
+    neither of the next two keys is set."""
     overwrite_output_dir: bool = False
+    """Remove an earlier run's checkpoints and results from ``output_dir`` when training begins; other files stay."""
     resume_from_checkpoint: bool | str | None = None
     """True: the newest checkpoint in ``output_dir``; or a checkpoint's path. Keys that shape the training itself must
     be as they were; ``ktft.train.output.FREE_ON_RESUME`` lists those that may differ."""
     logging_steps: int = 10
+    """Optimizer steps between two entries of ``log.jsonl``."""
     logging_first_step: bool = False
+    """Log the first step as well."""
     save_steps: int = 500
+    """Optimizer steps between two checkpoints."""
     save_strategy: Literal["steps", "epoch", "no"] = "steps"
+    """When a checkpoint is written. The adapter itself is always saved at the end."""
     save_total_limit: int | None = None
+    """Keep at most this many checkpoints, the newest."""
     save_only_model: bool = False
+    """Checkpoints hold the adapter only and cannot be resumed from; the one that Ctrl-C writes is whole."""
     eval_steps: int | None = None
+    """Optimizer steps between two computations of the held-out loss."""
     eval_strategy: Literal["steps", "epoch", "no"] | None = None
     """Default: ``steps`` when ``eval_steps`` is set, else once at the end."""
     plot_loss: bool = False
+    """Draw ``loss.png``."""
     report_to: Literal["none"] = "none"
+    """No tracking service is offered."""
     exact_match_samples: int = 0
     """ktft's own. Before and after training, answer this many held-out chats greedily and count the answers that are
     exactly right."""
@@ -122,8 +161,11 @@ class Recipe:
 
     # accepted so that LLaMA-Factory's recipes run
     preprocessing_num_workers: int | None = None
+    """No effect: the data set is prepared in one process."""
     overwrite_cache: bool = False
+    """No effect: prepared data is not cached."""
     ddp_timeout: int | None = None
+    """No effect: a run is one process."""
 
     notices: tuple[str, ...] = field(default=(), metadata={"key": False})
     """Not a key: what the user should be told about keys that were accepted but change nothing."""

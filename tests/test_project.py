@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parent.parent
 SOURCES = [
     path
-    for pattern in ("ktft/**/*.py*", "csrc/**/*.*", "tests/**/*.py", "examples/**/*.py", "scripts/*")
+    for pattern in ("ktft/**/*.py*", "csrc/**/*.*", "tests/**/*.py", "examples/**/*.py", "docs/*.py", "scripts/*")
     for path in ROOT.glob(pattern)
     if path.suffix in (".py", ".pyi", ".cpp", ".h", ".inl", ".sh")
 ]

@@ -1,9 +1,13 @@
-"""Every recipe parses, says how it is run and names data that exists; the quickstart's data is as described."""
+"""Every recipe parses, says how it is run and names data that exists; the quickstart's data is as described.
+
+So are the keys, in docs/recipes.md.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -13,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ktft.cli import _parser
-from ktft.config import load_recipe
+from ktft.config import KEYS, load_recipe
 from ktft.data import read_chats
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +46,14 @@ def test_recipe(path: Path):
         assert read_chats(recipe.eval_dataset, recipe.dataset_dir)
     if recipe.prepare:
         assert os.path.isfile(shlex.split(recipe.prepare)[0])
+
+
+def test_the_page_of_keys_is_what_its_program_makes_of_the_code(tmp_path: Path):
+    page = Path("docs/recipes.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(\w+)` \|[^|\n]+\|[^|\n]+\| \S.* \|$", page, re.M) == list(KEYS)
+    program = shutil.copy("docs/make_recipes.py", tmp_path)
+    subprocess.run([sys.executable, program], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert (tmp_path / "recipes.md").read_text(encoding="utf-8") == page, "run python docs/make_recipes.py"
 
 
 def test_the_data_is_what_its_program_writes(tmp_path: Path):
