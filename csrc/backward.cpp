@@ -118,13 +118,13 @@ class Backward : Layer {
 
   // c[0] of a product of base terms and, behind them, per_adapter LoRA terms for each of the piece's adapters. With dropout the
   // mask belongs to the output of an adapter's terms, so these go through a tile of their own.
-  void multiply_masked(Worker& worker, const Wave& wave, const Piece& piece, const Term* terms, int base_terms, int per_adapter,
-                       int site, int64_t row, int count, int64_t block, int columns, const ReadAhead& ahead) {
-    const int64_t inside = row - wave.begin;
-    multiply(terms, base_terms + (dropout_ ? 0 : per_adapter * piece.adapters()), inside, count, columns, worker.c[0], ahead);
+  void multiply_masked(Worker& worker, const Piece& piece, const Term* terms, int base, int per_adapter, int site, int64_t row,
+                       const Chunk& call, int64_t block, int columns, const ReadAhead& ahead) {
+    const int count = call.rows;
+    multiply(worker, terms, base + (dropout_ ? 0 : per_adapter * piece.adapters()), base, call, worker.c[0], ahead);
     if (!dropout_) return;
     for (int i = 0; i < piece.adapters(); ++i) {
-      multiply(terms + base_terms + i * per_adapter, per_adapter, inside, count, columns, worker.c[1]);
+      multiply(worker, terms + base + i * per_adapter, per_adapter, per_adapter, call, worker.c[1], {});
       kernels_.dropout(dropout_for(piece.first_adapter + i, site), &routes_.route[size_t(row)], block * kBlock, count, columns,
                        worker.c[1], kBlock);
       for (int row_in_tile = 0; row_in_tile < count; ++row_in_tile)
@@ -140,13 +140,14 @@ class Backward : Layer {
       const int64_t block = step.block;
       const int columns = block_columns(call_.intermediate, block);
       Term terms[kMaxAdapters + 1];
-      terms[0] = {{dy_, hidden_stride_}, base_operand(worker, kBackward, kDown, piece, block)};
+      terms[0] = term(worker, {dy_, hidden_stride_}, base_block(kBackward, kDown, step));
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-        terms[1 + n - piece.first_adapter] = {low_rank_rows(v_down_[size_t(n)], n),
-                                              lora_operand(worker, few(piece), kBackward, n, 4, piece.expert, block)};
+        terms[1 + n - piece.first_adapter] = term(worker, low_rank_rows(v_down_[size_t(n)], n),
+                                                  lora_block(kBackward, n, 4, piece.expert, block));
       for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
-        const int count = int(std::min<int64_t>(kChunk, piece.end - row));
-        const int64_t inside = row - wave.begin;
+        const Chunk call = chunk(wave, piece, row);
+        const int count = call.rows;
+        const int64_t inside = call.first;
         const char* saved_gate = saved + inside * saved_stride + block * kBlock * element;
         const int64_t at = inside * inter_stride_ + block * kBlock * size_of(kernels_.word_format);
         ReadAhead ahead{{{saved_gate, saved_stride, count, columns * element},
@@ -154,8 +155,8 @@ class Backward : Layer {
                          {d_gate_ + at, inter_stride_, count, columns * element},
                          {d_up_ + at, inter_stride_, count, columns * element},
                          {h_ + at, inter_stride_, count, columns * element},
-                         base_area(kBackward, kDown, next)}};
-        multiply_masked(worker, wave, piece, terms, 1, 1, 1, row, count, block, columns, ahead);
+                         area(base_block(kBackward, kDown, next), 0)}};
+        multiply_masked(worker, piece, terms, 1, 1, 1, row, call, block, columns, ahead);
         kernels_.swiglu_backward(worker.c[0], &routes_.weight[size_t(row)], count, columns, saved_gate,
                                  saved_gate + call_.intermediate * element, saved_stride, d_gate_ + at, d_up_ + at, h_ + at,
                                  inter_stride_, partial_ + inside * column_blocks + block, column_blocks);
@@ -201,15 +202,16 @@ class Backward : Layer {
       const int columns = block_columns(call_.hidden, step.block);
       Term terms[2 * kMaxAdapters + 2];
       for (const Projection p : {kGate, kUp}) {
-        terms[p] = {p == kGate ? d_gate : d_up, base_operand(worker, kBackward, p, piece, step.block)};
+        terms[p] = term(worker, p == kGate ? d_gate : d_up, base_block(kBackward, p, step));
         for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-          terms[2 + 2 * (n - piece.first_adapter) + p] = {low_rank_rows((p == kGate ? v_gate_ : v_up_)[size_t(n)], n),
-                                                          lora_operand(worker, few(piece), kBackward, n, 2 * p, piece.expert, step.block)};
+          terms[2 + 2 * (n - piece.first_adapter) + p] = term(worker, low_rank_rows((p == kGate ? v_gate_ : v_up_)[size_t(n)], n),
+                                                              lora_block(kBackward, n, 2 * p, piece.expert, step.block));
       }
-      const ReadAhead ahead{{base_area(kBackward, kGate, next), base_area(kBackward, kUp, next)}};
+      const ReadAhead ahead{{area(base_block(kBackward, kGate, next), 0)}};
       for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
-        const int count = int(std::min<int64_t>(kChunk, piece.end - row));
-        multiply_masked(worker, wave, piece, terms, 2, 2, 0, row, count, step.block, columns, ahead);
+        const Chunk call = chunk(wave, piece, row);
+        const int count = call.rows;
+        multiply_masked(worker, piece, terms, 2, 2, 0, row, call, step.block, columns, ahead);
         kernels_.scatter_add(worker.c[0], nullptr, count, columns, sum + step.block * kBlock, call_.hidden,
                              &routes_.token[size_t(row)]);
       }

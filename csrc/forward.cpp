@@ -75,14 +75,15 @@ class Forward : Layer {
       const Piece& piece = *step.piece;
       const int columns = block_columns(call_.hidden, step.block);
       Term terms[kMaxAdapters + 1];
-      terms[0] = {h, base_operand(worker, kForward, kDown, piece, step.block)};
+      terms[0] = term(worker, h, base_block(kForward, kDown, step));
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-        terms[1 + n - piece.first_adapter] = {low_rank_rows(down_[size_t(n)], n),
-                                              lora_operand(worker, few(piece), kForward, n, 5, piece.expert, step.block)};
-      const ReadAhead ahead{{base_area(kForward, kDown, next), {}}};
+        terms[1 + n - piece.first_adapter] = term(worker, low_rank_rows(down_[size_t(n)], n),
+                                                  lora_block(kForward, n, 5, piece.expert, step.block));
+      const ReadAhead ahead{{area(base_block(kForward, kDown, next), 0)}};
       for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
-        const int count = int(std::min<int64_t>(kChunk, piece.end - row));
-        multiply(terms, piece.adapters() + 1, row - wave.begin, count, columns, worker.c[0], ahead);
+        const Chunk call = chunk(wave, piece, row);
+        const int count = call.rows;
+        multiply(worker, terms, piece.adapters() + 1, 1, call, worker.c[0], ahead);
         kernels_.scatter_add(worker.c[0], &routes_.weight[size_t(row)], count, columns, sum + step.block * kBlock, call_.hidden,
                              &routes_.token[size_t(row)]);
       }

@@ -3,7 +3,6 @@
 #include <string.h>
 
 #include <algorithm>
-#include <utility>
 
 #include "prefetch.h"
 
@@ -17,8 +16,6 @@ constexpr int64_t kWaveBytesPerThread = 4 << 20;
 constexpr int64_t kMinWaveRows = 256;
 
 }  // namespace
-
-static_assert(kMaxSegments == 2 * kMaxAdapters + 2, "a product has room for every adapter");
 
 Layer::Layer(const LayerCall& call)
     : call_(call),
@@ -81,8 +78,8 @@ void Layer::take_workers() {
   for (Worker& worker : workers_) {
     worker.c[0] = take<float>(kChunk * kBlock);
     worker.c[1] = take<float>(kChunk * kBlock);
-    worker.operands = take<char>((2 * widest + 2 * rank_words) * kBlock * 4);
-    worker.rows = take<char>(widest * kBlock * 4);
+    worker.panels = take<char>((2 * widest + 2 * rank_words) * kBlock * 4);
+    worker.rows = take<char>(kPartWords * kBlock * 4);
     worker.masked = take<char>(dropout_ ? kChunk * widest * 4 : 0);
     worker.masked_row = take<float>(dropout_ ? widest * kernels_.group : 0);
     worker.outer = take<float>(rank * kBlock);
@@ -104,61 +101,51 @@ void Layer::gather(const Wave& wave, const Piece& chunk, const char* tensor, cha
   }
 }
 
-Operand Layer::prepare(Worker& worker, bool few, Direction direction, const char* matrix, int64_t row_stride, Format format,
-                       bool transposed, int64_t reduction, int64_t column, int columns) const {
-  Operand operand;
-  operand.length = reduction;
-  operand.format = format;
-  char* const block = worker.operands + worker.used;
-  const int64_t bytes = words(reduction) * 4;
-  if ((direction == kForward) == transposed) {
-    const char* const source = matrix + column * size_of(format);
-    if (few) {
-      operand = {Operand::kColumns, source, row_stride, reduction, format};
-    } else {
-      operand = {Operand::kPanel, block, 0, reduction, format};
-      kernels_.decode_panel(format, source, row_stride, reduction, columns, block);
-      worker.used += bytes * kBlock;
-    }
-    return operand;
-  }
-  operand = {Operand::kRows, matrix + column * row_stride, row_stride, reduction, format};
-  if (format != kernels_.word_format || format != call_.compute || reduction % kernels_.group != 0) {
-    char* const rows = few ? block : worker.rows;
-    kernels_.decode_rows(format, operand.data, row_stride, columns, reduction, rows, bytes);
-    operand.data = rows;
-    operand.stride = bytes;
-    if (few) worker.used += bytes * kBlock;
-  }
-  if (!few) {
-    kernels_.decode_phased(operand.data, operand.stride, words(reduction), columns, block);
-    operand.layout = Operand::kPhased;
-    operand.data = block;
-    worker.used += bytes * kBlock;
-  }
-  return operand;
-}
-
-Operand Layer::base_operand(Worker& worker, Direction direction, Projection p, const Piece& piece, int64_t block) const {
+Block Layer::base_block(Direction direction, Projection p, Step step) const {
   const Matrices& m = matrices(p);
   const bool input_is_hidden = (p == kDown) == (direction == kBackward);
-  const int64_t reduction = input_is_hidden ? call_.hidden : call_.intermediate;
-  const int64_t columns = input_is_hidden ? call_.intermediate : call_.hidden;
-  return prepare(worker, few(piece), direction, reinterpret_cast<const char*>(m.addresses[piece.expert]), m.row_stride, m.format,
-                 m.transposed, reduction, block * kBlock, block_columns(columns, block));
+  Block block;
+  block.stride = m.row_stride;
+  block.format = m.format;
+  block.is_rows = (direction == kForward) != m.transposed;
+  block.length = input_is_hidden ? call_.hidden : call_.intermediate;
+  if (!step.piece) return block;
+  block.columns = block_columns(input_is_hidden ? call_.intermediate : call_.hidden, step.block);
+  block.data = reinterpret_cast<const char*>(m.addresses[step.piece->expert]) +
+               step.block * kBlock * (block.is_rows ? block.stride : size_of(block.format));
+  return block;
 }
 
-ReadAhead::Area Layer::base_area(Direction direction, Projection p, Step step) const {
-  if (!step.piece) return {};
-  const Matrices& m = matrices(p);
-  const bool input_is_hidden = (p == kDown) == (direction == kBackward);
-  const int64_t reduction = input_is_hidden ? call_.hidden : call_.intermediate;
-  const int64_t columns = block_columns(input_is_hidden ? call_.intermediate : call_.hidden, step.block);
-  const char* const matrix = reinterpret_cast<const char*>(m.addresses[step.piece->expert]);
-  const int64_t element = size_of(m.format);
-  if ((direction == kForward) != m.transposed)
-    return {matrix + step.block * kBlock * m.row_stride, m.row_stride, columns, reduction * element};
-  return {matrix + step.block * kBlock * element, m.row_stride, reduction, columns * element};
+Block Layer::lora_block(Direction direction, int adapter, int factor, int64_t expert, int64_t block) const {
+  const Adapter& a = call_.adapters[size_t(adapter)];
+  const int64_t rows = factor_rows(adapter, factor), cols = factor_cols(adapter, factor);
+  const bool is_rows = direction == kForward;
+  const int64_t stride = cols * size_of(a.format);
+  return {factor_address(adapter, factor, expert) + block * kBlock * (is_rows ? stride : size_of(a.format)),
+          stride,
+          a.format,
+          is_rows,
+          is_rows ? cols : rows,
+          block_columns(is_rows ? rows : cols, block)};
+}
+
+Layer::Term Layer::term(Worker& worker, Rows rows, Block block) const {
+  char* const decoded = worker.panels + worker.used;
+  worker.used += words(block.length) * kBlock * 4;
+  return {rows, block, decoded};
+}
+
+Layer::Chunk Layer::chunk(const Wave& wave, const Piece& piece, int64_t row) const {
+  return {row - wave.begin, int(std::min<int64_t>(kChunk, piece.end - row)), piece.end - piece.begin <= kFewRows,
+          row != piece.begin};
+}
+
+ReadAhead::Area Layer::area(const Block& block, int64_t part) const {
+  if (!block.data) return {};
+  const int64_t begin = part * part_length(), length = std::min(part_length(), block.length - begin);
+  const int64_t element = size_of(block.format);
+  if (block.is_rows) return {block.data + begin * element, block.stride, block.columns, length * element};
+  return {block.data + begin * block.stride, block.stride, length, block.columns * element};
 }
 
 int64_t Layer::factor_rows(int adapter, int factor) const {
@@ -176,31 +163,51 @@ const char* Layer::factor_address(int adapter, int factor, int64_t expert) const
   return a.factors[factor] + expert * factor_rows(adapter, factor) * factor_cols(adapter, factor) * size_of(a.format);
 }
 
-Operand Layer::lora_operand(Worker& worker, bool few, Direction direction, int adapter, int factor, int64_t expert,
-                            int64_t block) const {
-  const Adapter& a = call_.adapters[size_t(adapter)];
-  const int64_t rows = factor_rows(adapter, factor), cols = factor_cols(adapter, factor);
-  const int64_t reduction = direction == kForward ? cols : rows, columns = direction == kForward ? rows : cols;
-  return prepare(worker, few, direction, factor_address(adapter, factor, expert), cols * size_of(a.format), a.format, false,
-                 reduction, block * kBlock, block_columns(columns, block));
+void Layer::add(Worker& worker, const Term& term, const Chunk& chunk, int64_t part, float* c, const ReadAhead& ahead) const {
+  const Block& block = term.block;
+  const bool is_words =
+      block.format == kernels_.word_format && block.format == call_.compute && block.length % kernels_.group == 0;
+  Operands x{term.rows.words + chunk.first * term.rows.stride, term.rows.stride, block.data, block.stride, block.length,
+             block.format};
+  const auto as_rows_of_words = [&](char* rows) {
+    if (is_words) return;
+    const int64_t stride = words(x.length) * 4;
+    kernels_.decode_rows(block.format, x.b, x.b_stride, block.columns, x.length, rows, stride);
+    x.b = rows;
+    x.b_stride = stride;
+  };
+  if (chunk.few) {
+    if (block.is_rows) as_rows_of_words(term.decoded);
+    (block.is_rows ? kernels_.multiply_rows : kernels_.multiply_columns)(x, chunk.rows, block.columns, c, ahead);
+    return;
+  }
+  const int64_t begin = part * part_length();
+  char* const panel = term.decoded + begin / kernels_.group * kBlock * 4;
+  x.a += begin / kernels_.group * 4;
+  x.b += begin * (block.is_rows ? size_of(block.format) : block.stride);
+  x.length = std::min(part_length(), block.length - begin);
+  if (!chunk.decoded) {
+    if (block.is_rows) {
+      as_rows_of_words(worker.rows);
+      kernels_.decode_phased(x.b, x.b_stride, words(x.length), block.columns, panel);
+    } else {
+      kernels_.decode_panel(block.format, x.b, x.b_stride, x.length, block.columns, panel);
+    }
+  }
+  x.b = panel;
+  (block.is_rows ? kernels_.multiply_phased : kernels_.multiply_panel)(x, chunk.rows, block.columns, c, ahead);
 }
 
-void Layer::multiply(const Term* terms, int count, int64_t first, int rows, int columns, float* c,
+void Layer::multiply(Worker& worker, const Term* terms, int count, int base, const Chunk& chunk, float* c,
                      const ReadAhead& ahead) const {
-  Segment segments[kMaxSegments];
-  memset(c, 0, size_t(rows) * kBlock * sizeof(float));
-  for (const auto& [layout, product] : {std::pair(Operand::kRows, kernels_.multiply_rows),
-                                        std::pair(Operand::kPhased, kernels_.multiply_phased),
-                                        std::pair(Operand::kColumns, kernels_.multiply_columns),
-                                        std::pair(Operand::kPanel, kernels_.multiply_panel)}) {
-    int used = 0;
-    for (int i = 0; i < count; ++i) {
-      const Term& t = terms[i];
-      if (t.operand.layout != layout) continue;
-      segments[used++] = {t.rows.words + first * t.rows.stride, t.rows.stride, t.operand.data, t.operand.stride, t.operand.length,
-                          t.operand.format};
+  memset(c, 0, size_t(chunk.rows) * kBlock * sizeof(float));
+  for (int i = 0; i < count; ++i) {
+    const int64_t last = chunk.few ? 0 : parts(terms[i].block) - 1;
+    for (int64_t part = 0; part <= last; ++part) {
+      const bool final = part == last && i + 1 >= base;
+      const ReadAhead next{{part < last ? area(terms[i].block, part + 1) : i + 1 < base ? area(terms[i + 1].block, 0) : ReadAhead::Area{}}};
+      add(worker, terms[i], chunk, part, c, !final ? next : i + 1 == base ? ahead : ReadAhead{});
     }
-    if (used > 0) product(segments, used, rows, columns, c, terms[0].operand.layout == layout ? ahead : ReadAhead{});
   }
 }
 
@@ -218,8 +225,8 @@ void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows 
   const Adapter& a = call_.adapters[size_t(adapter)];
   const int count = int(chunk.end - chunk.begin);
   const int64_t inside = chunk.begin - wave.begin;
-  Term term{rows, {}};
-  int64_t first = inside;
+  // Rows where they can be read as such: a panel of few columns would be wasted.
+  Chunk call{inside, count, direction == kForward, false};
   if (dropout_ && dropout_site >= 0) {  // round(mask * row), a row at a time
     const int64_t elements = factor_cols(adapter, factor), stride = words(elements) * 4;
     const Dropout mask = dropout_for(adapter, dropout_site);
@@ -229,16 +236,15 @@ void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows 
       kernels_.decode_rows(kFp32, reinterpret_cast<const char*>(worker.masked_row), 0, 1, elements, worker.masked + i * stride,
                            stride);
     }
-    term.rows = {worker.masked, stride};
-    first = 0;
+    rows = {worker.masked, stride};
+    call.first = 0;
   }
   const int64_t word_stride = words(a.rank) * 4, element = size_of(kernels_.word_format);
   for (int64_t block = 0; block < blocks(a.rank); ++block) {
     worker.used = 0;
     const int columns = block_columns(a.rank, block);
-    // Rows where they can be: a panel of few columns would be wasted.
-    term.operand = lora_operand(worker, direction == kForward, direction, adapter, factor, chunk.expert, block);
-    multiply(&term, 1, first, count, columns, worker.c[0]);
+    const Term product = term(worker, rows, lora_block(direction, adapter, factor, chunk.expert, block));
+    multiply(worker, &product, 1, 1, call, worker.c[0], {});
     kernels_.store_low_rank(worker.c[0], a.scaling, count, columns, low.values + inside * a.rank + block * kBlock, a.rank,
                             low.words + inside * word_stride + block * kBlock * element, word_stride);
   }
@@ -264,18 +270,26 @@ void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, 
     const int columns = block_columns(call_.intermediate, block);
     Term terms[2][kMaxAdapters + 1];
     for (const Projection p : {kGate, kUp}) {
-      terms[p][0] = {x, base_operand(worker, kForward, p, piece, block)};
+      terms[p][0] = term(worker, x, base_block(kForward, p, step));
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-        terms[p][1 + n - piece.first_adapter] = {low_rank_rows((p == kGate ? gate : up)[size_t(n)], n),
-                                                 lora_operand(worker, few(piece), kForward, n, 2 * p + 1, piece.expert, block)};
+        terms[p][1 + n - piece.first_adapter] = term(worker, low_rank_rows((p == kGate ? gate : up)[size_t(n)], n),
+                                                     lora_block(kForward, n, 2 * p + 1, piece.expert, block));
     }
-    // Just in time, for L2 holds little more than two blocks: up during gate, and during up the gate of the next step.
-    const ReadAhead ahead[2] = {{{base_area(kForward, kUp, step), {}}}, {{base_area(kForward, kGate, next), {}}}};
+    const Block next_gate = base_block(kForward, kGate, next);
     for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
-      const int count = int(std::min<int64_t>(kChunk, piece.end - row));
-      const int64_t inside = row - wave.begin;
+      const Chunk call = chunk(wave, piece, row);
+      const int count = call.rows;
+      const int64_t inside = call.first;
+      for (const Projection p : {kGate, kUp}) memset(worker.c[p], 0, size_t(count) * kBlock * sizeof(float));
+      // A part of gate, the same part of up: they share the rows in L2.
+      for (int64_t part = 0; part < (call.few ? 1 : parts(next_gate)); ++part) {
+        const bool last = part + 1 == parts(next_gate);
+        add(worker, terms[kGate][0], call, part, worker.c[kGate], {{area(terms[kUp][0].block, part)}});
+        add(worker, terms[kUp][0], call, part, worker.c[kUp],
+            {{last ? area(next_gate, 0) : area(terms[kGate][0].block, part + 1)}});
+      }
       for (const Projection p : {kGate, kUp})
-        multiply(terms[p], piece.adapters() + 1, inside, count, columns, worker.c[p], ahead[p]);
+        for (int i = 1; i <= piece.adapters(); ++i) add(worker, terms[p][i], call, 0, worker.c[p], {});
       char* saved_gate = saved ? saved + inside * saved_stride + block * kBlock * saved_element : nullptr;
       kernels_.swiglu_forward(worker.c[kGate], worker.c[kUp], count, columns, saved_gate,
                               saved ? saved_gate + call_.intermediate * saved_element : nullptr, saved_stride,

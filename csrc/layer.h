@@ -50,13 +50,14 @@ constexpr int64_t kMaxBlocksPerTask = 4;  // see parallel_columns
 enum Projection { kGate = 0, kUp = 1, kDown = 2 };
 enum Direction { kForward, kBackward };  // y = x Wᵀ, or dx = dy W
 
-// A block of up to 64 output columns of one matrix, ready for a product.
-struct Operand {
-  enum Layout { kRows, kPhased, kColumns, kPanel } layout = kRows;  // see table.h
+// Up to 64 output columns of one matrix, as stored.
+struct Block {
   const char* data = nullptr;
-  int64_t stride = 0;  // bytes between rows
-  int64_t length = 0;  // of the reduction
+  int64_t stride = 0;  // bytes between stored rows
   Format format = kBf16;
+  bool is_rows = false;  // columns are stored rows, contiguous along the reduction; else elements of every stored row
+  int64_t length = 0;    // of the reduction
+  int columns = 0;
 };
 
 class Layer {
@@ -65,18 +66,25 @@ class Layer {
 
  protected:
   struct Worker {    // scratch of one thread
-    float* c[2];     // C tiles [kChunk][kBlock]
-    char* operands;  // bump-allocated blocks
+    float* c[2];   // C tiles [kChunk][kBlock]
+    char* panels;  // bump-allocated
     int64_t used;
-    char* rows;         // one block as rows of words
+    char* rows;         // one part of a block as rows of words
     char* masked;       // [kChunk] rows of words: activations after dropout
     float* masked_row;  // one such row as floats
     float* outer;       // [256][kBlock]
   };
 
-  struct Term {
+  struct Term {  // of a product: rows x block
     Rows rows;
-    Operand operand;
+    Block block;
+    char* decoded;  // scratch for the block's panels, or for its rows where they are not words yet
+  };
+  struct Chunk {  // of a piece
+    int64_t first;  // row in the wave
+    int rows;
+    bool few;      // of the piece: read the weights where they lie
+    bool decoded;  // by the piece's first chunk
   };
 
   const LayerCall& call_;
@@ -152,21 +160,24 @@ class Layer {
   }
 
   const Matrices& matrices(Projection p) const { return p == kGate ? call_.gate : p == kUp ? call_.up : call_.down; }
-  // For products with few rows, or many.
-  Operand prepare(Worker& worker, bool few, Direction direction, const char* matrix, int64_t row_stride, Format format,
-                  bool transposed, int64_t reduction, int64_t column, int columns) const;
-  static bool few(const Piece& piece) { return piece.end - piece.begin <= kFewRows; }
-  Operand base_operand(Worker& worker, Direction direction, Projection p, const Piece& piece, int64_t block) const;
+  Block base_block(Direction direction, Projection p, Step step) const;
   // factor: 0 .. 5 as in Adapter::factors.
-  Operand lora_operand(Worker& worker, bool few, Direction direction, int adapter, int factor, int64_t expert,
-                       int64_t block) const;
-  // What base_operand will read for the step; nothing if it has no piece.
-  ReadAhead::Area base_area(Direction direction, Projection p, Step step) const;
+  Block lora_block(Direction direction, int adapter, int factor, int64_t expert, int64_t block) const;
+  Term term(Worker& worker, Rows rows, Block block) const;
+  Chunk chunk(const Wave& wave, const Piece& piece, int64_t row) const;
+
+  int64_t part_length() const { return kPartWords * kernels_.group; }
+  int64_t parts(const Block& block) const { return (block.length + part_length() - 1) / part_length(); }
+  // What decoding the part will read.
+  ReadAhead::Area area(const Block& block, int64_t part) const;
   int64_t factor_rows(int adapter, int factor) const;
   int64_t factor_cols(int adapter, int factor) const;
   const char* factor_address(int adapter, int factor, int64_t expert) const;
-  // Rows `first` and following of the terms' rows.
-  void multiply(const Term* terms, int count, int64_t first, int rows, int columns, float* c, const ReadAhead& ahead = {}) const;
+  // c += one part of the term's product, or the whole of it if few.
+  void add(Worker& worker, const Term& term, const Chunk& chunk, int64_t part, float* c, const ReadAhead& ahead) const;
+  // c = the sum of the terms, each part while the next is read ahead; `ahead` goes with the last one of the first `base` terms.
+  void multiply(Worker& worker, const Term* terms, int count, int base, const Chunk& chunk, float* c,
+                const ReadAhead& ahead) const;
 
   Dropout dropout_for(int adapter, int site) const;
   // low.values = low.words = round(scale * rows x factor). The rows are those of `chunk`.

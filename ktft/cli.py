@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 DESCRIPTION = (
     "Fine-tune Mixture-of-Experts language models with LoRA, their experts in RAM and on the CPU; talk to the result."
@@ -23,6 +24,12 @@ The recipe is a YAML file; its keys carry LLaMA-Factory's names. Overrides come 
 
 Ctrl-C finishes the step and saves a checkpoint. To go on, give the same command once more with
 overwrite_output_dir=false resume_from_checkpoint=true added.
+"""
+
+BENCH_EPILOG = """\
+Each first measures this machine and prints what a reader must know of it; figures are medians (decode: means) over
+repetitions in which the sides take turns. What every field means: ktft/bench/experts.py, train.py, decode.py.
+For figures that mean something let nothing else run, and set the threads to the physical cores.
 """
 
 CHAT_EPILOG = """\
@@ -141,7 +148,96 @@ def _parser() -> argparse.ArgumentParser:
     doctor = add("doctor", _doctor, "say what this machine offers and what ktft makes of it")
     doctor.add_argument("--json", action="store_true", help="as JSON")
     add("version", _version, "print the version")
+    _add_bench(add("bench", _bench, "measure the experts, training steps or decoding", epilog=BENCH_EPILOG), common)
     return parser
+
+
+def _add_bench(bench: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
+    """The three benchmarks and their options."""
+    kinds = bench.add_subparsers(
+        dest="bench", metavar="WHAT", title="benchmarks", required=True, help="experts, train or decode"
+    )
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--vs", choices=["hf"], help="measure stock transformers (train, decode: with PEFT) as well")
+    shared.add_argument("--isa", metavar="LEVEL", default="auto", help="kernel level (default: the best there is)")
+    shared.add_argument("--threads", metavar="N", type=_positive, help="of the kernels and of torch (default: torch's)")
+    shared.add_argument("--json", action="store_true", help="one JSON object a line instead of tables")
+
+    layer = argparse.ArgumentParser(add_help=False)
+    for option, metavar, default, text in (
+        ("--hidden", "H", 2048, "hidden size"),
+        ("--intermediate", "I", 768, "intermediate size of an expert"),
+        ("--experts", "E", 128, "experts of a layer"),
+        ("--topk", "K", 8, "experts per token"),
+    ):
+        layer.add_argument(
+            option, metavar=metavar, type=_positive, default=default, help=f"{text} (default %(default)s)"
+        )
+    layer.add_argument(
+        "--directory", metavar="DIR", help="where the weights are put for the time being (default: temporary files')"
+    )
+    layer.add_argument(
+        "--lora-rank", metavar="R", type=_not_negative_int, default=8, help="rank of the LoRA (default %(default)s)"
+    )
+
+    def add(name: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        return kinds.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", parents=[*parents, shared, common]
+        )
+
+    experts = add("experts", "one experts layer on mapped weights, forward and backward", layer)
+    experts.add_argument(
+        "--tokens",
+        metavar="T,T,…",
+        type=_counts,
+        default=(1, 4, 16, 128, 512, 2048),
+        help="token counts (default 1,4,16,128,512,2048)",
+    )
+    experts.add_argument(
+        "--format", metavar="FORMAT", default="bf16", help="of the weights on disk (default %(default)s)"
+    )
+    experts.add_argument(
+        "--routing", choices=["uniform", "zipf"], default="uniform", help="how tokens choose (default %(default)s)"
+    )
+    experts.add_argument(
+        "--repeat", metavar="N", type=_positive, help="timed rounds (default 21 up to 16 tokens, 7 above)"
+    )
+
+    train = add("train", "whole training steps on random weights", layer)
+    train.add_argument("--config", metavar="FILE", help="a model's config.json, instead of sizes")
+    train.add_argument("--layers", metavar="N", type=_positive, help="layers (default: the config's, or 4)")
+    train.add_argument("--vocab", metavar="N", type=_positive, default=32000, help="vocabulary (default %(default)s)")
+    train.add_argument(
+        "--tokens", metavar="T", type=_positive, default=1024, help="tokens of a step (default %(default)s)"
+    )
+    train.add_argument(
+        "--lora",
+        choices=["experts", "attention"],
+        default="experts",
+        help="LoRA on attention and experts, or on attention only (default %(default)s)",
+    )
+    train.add_argument(
+        "--steps", metavar="N", type=_positive, default=3, help="timed steps of a process (default %(default)s)"
+    )
+    train.add_argument(
+        "--rounds", metavar="N", type=_positive, default=1, help="processes of each side (default %(default)s)"
+    )
+
+    decode = add("decode", "reading a prompt and writing an answer, tokens a second")
+    decode.add_argument("model", metavar="MODEL", help="directory or hub id of the base model")
+    decode.add_argument("--adapter", metavar="DIR", help="measure with this LoRA adapter as well")
+    decode.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="where all but the experts runs: cpu, cuda, … (default: CUDA if there is a GPU)",
+    )
+    decode.add_argument(
+        "--prompt", metavar="N", type=_positive, default=512, help="tokens read at once (default %(default)s)"
+    )
+    decode.add_argument("--new", metavar="N", type=_positive, default=128, help="tokens written (default %(default)s)")
+    decode.add_argument(
+        "--repeat", metavar="N", type=_positive, default=5, help="timed repetitions (default %(default)s)"
+    )
 
 
 def _positive(text: str) -> int:
@@ -149,6 +245,20 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} must be 1 or more")
     return number
+
+
+def _not_negative_int(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} must be 0 or more")
+    return number
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} must be whole numbers of 1 or more, separated by commas")
+    return tuple(int(part) for part in parts)
 
 
 def _not_negative(text: str) -> float:
@@ -199,6 +309,35 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from ktft import doctor
 
     print(doctor.as_json() if arguments.json else doctor.as_text())
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from ktft.bench.report import Report
+
+    given, report = vars(arguments), Report(arguments.json)
+
+    def options(*names: str) -> dict[str, Any]:
+        return {name: given[name] for name in names}
+
+    shared = options("vs", "isa", "threads")
+    if arguments.bench == "experts":
+        from ktft.bench import experts
+        from ktft.bench.layer import Shape
+
+        shape = Shape(**options("hidden", "intermediate", "experts", "topk", "format", "lora_rank"))
+        experts.run(experts.Settings(shape, **options("tokens", "routing", "repeat", "directory"), **shared), report)
+    elif arguments.bench == "train":
+        from ktft.bench import train
+
+        sizes = options("config", "layers", "hidden", "intermediate", "experts", "topk", "vocab", "directory")
+        work = options("tokens", "lora", "lora_rank", "steps", "rounds")
+        train.run(train.Settings(**sizes, **work, **shared), report)
+    else:
+        from ktft.bench import decode
+
+        work = options("model", "adapter", "prompt", "new", "repeat", "device")
+        decode.run(decode.Settings(**work, **shared), report)
     return 0
 
 

@@ -1,8 +1,8 @@
 // The products of table.h, for one vector unit `Vec` and one word type `Mode::Dot`. Included by unit.inl inside an anonymous
 // namespace.
 //
-// Every accumulator lane belongs to one element of C and one quarter of the reduction, and is fed in the order of the segments'
-// words; quarters are added to C in order. Tile sizes and layouts of B therefore never change a result.
+// Every accumulator lane belongs to one element of C and one quarter of a part of the reduction, and is fed in the order of the
+// words; quarters and parts are added to C in order. Tile sizes and layouts of B therefore never change a result.
 
 // Words of plain fp32; available at every level.
 struct Fp32Dot {
@@ -11,8 +11,8 @@ struct Fp32Dot {
 };
 
 template <class Mode>
-inline int64_t words_of(const Segment& segment) {
-  return (segment.length + Mode::Dot::kGroup - 1) / Mode::Dot::kGroup;
+inline int64_t words_of(const Operands& x) {
+  return (x.length + Mode::Dot::kGroup - 1) / Mode::Dot::kGroup;
 }
 
 // Walks the areas of a ReadAhead, some cache lines at each step of a product. Steps are short: a burst of requests would wait for
@@ -76,86 +76,86 @@ constexpr int kLinesAhead = 16;
 
 // A quarter of an accumulator's lanes holds four columns, and quarter q adds up words 4 q .. 4 q + 3 of every kLanes words.
 template <class Mode, int kRows, int kGroups>
-inline void rows_tile(const Segment* segments, int count, int row, int col, int cols, float* c) {
+inline void rows_tile(const Operands& x, int row, int col, int cols, float* c) {
   constexpr int kCols = 4 * kGroups;
-  Vec::F acc[kRows][kGroups];
+  const int64_t words = words_of<Mode>(x);
+  const char *a = x.a + row * x.a_stride, *b[kCols];
 #pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i)
+  for (int j = 0; j < kCols; ++j)  // columns past the edge repeat the last one and are not stored
+    b[j] = x.b + ptrdiff_t(col + (j < cols ? j : cols - 1)) * x.b_stride;
+  for (int64_t part = 0; part < words; part += kPartWords) {
+    const int64_t end = words - part < kPartWords ? words : part + kPartWords;
+    const int64_t full = part + (end - part) / Vec::kLanes * Vec::kLanes;
+    Vec::F acc[kRows][kGroups];
+#pragma GCC unroll 8
+    for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
-    for (int g = 0; g < kGroups; ++g) acc[i][g] = Vec::zero();
-
-  for (int s = 0; s < count; ++s) {
-    const Segment& segment = segments[s];
-    const char *a = segment.a + row * segment.a_stride, *b[kCols];
-#pragma GCC unroll 8
-    for (int j = 0; j < kCols; ++j)  // columns past the edge repeat the last one and are not stored
-      b[j] = segment.b + ptrdiff_t(col + (j < cols ? j : cols - 1)) * segment.b_stride;
+      for (int g = 0; g < kGroups; ++g) acc[i][g] = Vec::zero();
     const auto step = [&](int64_t k, auto load) {
-      Vec::W words[kGroups][4];
+      Vec::W quads[kGroups][4];
 #pragma GCC unroll 2
       for (int g = 0; g < kGroups; ++g) {
         const Vec::W rows[4] = {load(b[4 * g] + 4 * k), load(b[4 * g + 1] + 4 * k), load(b[4 * g + 2] + 4 * k),
                                 load(b[4 * g + 3] + 4 * k)};
-        Vec::transpose_quads(rows, words[g]);
+        Vec::transpose_quads(rows, quads[g]);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
-        const Vec::W x = load(a + i * segment.a_stride + 4 * k);
-        const Vec::W spread[4] = {Vec::template spread<0>(x), Vec::template spread<1>(x), Vec::template spread<2>(x),
-                                  Vec::template spread<3>(x)};
+        const Vec::W y = load(a + i * x.a_stride + 4 * k);
+        const Vec::W spread[4] = {Vec::template spread<0>(y), Vec::template spread<1>(y), Vec::template spread<2>(y),
+                                  Vec::template spread<3>(y)};
 #pragma GCC unroll 4
         for (int j = 0; j < 4; ++j)
 #pragma GCC unroll 2
-          for (int g = 0; g < kGroups; ++g) acc[i][g] = Mode::Dot::dot(acc[i][g], spread[j], words[g][j]);
+          for (int g = 0; g < kGroups; ++g) acc[i][g] = Mode::Dot::dot(acc[i][g], spread[j], quads[g][j]);
       }
     };
-    const int64_t words = words_of<Mode>(segment), full = words / Vec::kLanes * Vec::kLanes;
-    for (int64_t k = 0; k < full; k += Vec::kLanes) {
+    for (int64_t k = part; k < full; k += Vec::kLanes) {
       if (row == 0) {
         int64_t ahead = 4 * k + 64 * kLinesAhead;  // past the end of these rows: in the next tile's
-        if (ahead >= 4 * words) ahead += kCols * segment.b_stride - 4 * words;
+        if (ahead >= 4 * words) ahead += kCols * x.b_stride - 4 * words;
 #pragma GCC unroll 8
         for (int j = 0; j < kCols; ++j) __builtin_prefetch(b[j] + ahead, 0, 3);
       }
       step(k, [](const char* p) { return Vec::load_words(p); });
     }
-    if (full < words) {
-      const int tail = int(words - full);
+    if (full < end) {
+      const int tail = int(end - full);
       step(full, [tail](const char* p) { return Vec::load_words_n(p, tail); });
     }
-  }
 #pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2
-    for (int g = 0; g < kGroups; ++g) {
-      float* out = c + ptrdiff_t(row + i) * kBlock + col + 4 * g;
-      if (4 * g + 4 <= cols) {
-        Vec::add_quads(acc[i][g], out);
-      } else if (4 * g < cols) {
-        float sums[4] = {0, 0, 0, 0};
-        __builtin_memcpy(sums, out, size_t(cols - 4 * g) * 4);
-        Vec::add_quads(acc[i][g], sums);
-        __builtin_memcpy(out, sums, size_t(cols - 4 * g) * 4);
+      for (int g = 0; g < kGroups; ++g) {
+        float* out = c + ptrdiff_t(row + i) * kBlock + col + 4 * g;
+        if (4 * g + 4 <= cols) {
+          Vec::add_quads(acc[i][g], out);
+        } else if (4 * g < cols) {
+          float sums[4] = {0, 0, 0, 0};
+          __builtin_memcpy(sums, out, size_t(cols - 4 * g) * 4);
+          Vec::add_quads(acc[i][g], sums);
+          __builtin_memcpy(out, sums, size_t(cols - 4 * g) * 4);
+        }
       }
     }
   }
 }
 
 template <class Mode>
-void multiply_rows(const Segment* segments, int count, int rows, int cols, float* c, const ReadAhead&) {
+void multiply_rows(const Operands& x, int rows, int cols, float* c, const ReadAhead&) {
   constexpr int kCols = 4 * Vec::kRowGroups;
   for_rows<Vec::kRowTile>(rows, [&](auto step, int row) {
     int col = 0;
     for (; cols - col > kCols - 4; col += kCols)
-      rows_tile<Mode, step.value, Vec::kRowGroups>(segments, count, row, col, cols - col, c);
-    for (; col < cols; col += 4) rows_tile<Mode, step.value, 1>(segments, count, row, col, cols - col, c);
+      rows_tile<Mode, step.value, Vec::kRowGroups>(x, row, col, cols - col, c);
+    for (; col < cols; col += 4) rows_tile<Mode, step.value, 1>(x, row, col, cols - col, c);
   });
 }
 
 // --- panels
 
-// The words of one phase of a segment: `groups` groups of four and `rest` more, from word `first` of the panel; in A the groups lie
-// `step` bytes apart from byte `offset`.
+// The words of one phase: `groups` groups of four and `rest` more, from word `first` of the panel; in A the groups lie `step`
+// bytes apart from byte `offset`.
 struct Phase {
   int64_t first, groups;
   int rest;
@@ -171,41 +171,36 @@ inline Phase phase_of(int64_t words, int phases, int phase) {
 constexpr int64_t kAheadStep = 8;  // groups of four words between two steps of read-ahead
 
 template <class Mode, int kRows, int kVecs>
-inline void panel_tile(const Segment* segments, int count, int phases, int phase, int row, int col, int cols, float* c,
-                       AheadCursor& cursor) {
+inline void panel_tile(const Operands& x, const Phase& phase, int row, int col, int cols, float* c, AheadCursor& cursor) {
   Vec::F acc[kRows][kVecs];
 #pragma GCC unroll 12
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
     for (int j = 0; j < kVecs; ++j) acc[i][j] = Vec::zero();
 
-  for (int s = 0; s < count; ++s) {
-    const Segment& segment = segments[s];
-    const Phase p = phase_of(words_of<Mode>(segment), phases, phase);
-    const char *a[kRows], *panel = segment.b + 4 * (p.first * kBlock + col);
+  const char *a[kRows], *panel = x.b + 4 * (phase.first * kBlock + col);
 #pragma GCC unroll 12
-    for (int i = 0; i < kRows; ++i) a[i] = segment.a + (row + i) * segment.a_stride + p.offset;
-    ptrdiff_t at = 0;
-    const auto word = [&](int k) {
-      Vec::W b[kVecs];
+  for (int i = 0; i < kRows; ++i) a[i] = x.a + (row + i) * x.a_stride + phase.offset;
+  ptrdiff_t at = 0;
+  const auto word = [&](int k) {
+    Vec::W b[kVecs];
 #pragma GCC unroll 4
-      for (int j = 0; j < kVecs; ++j) b[j] = Vec::load_words(panel + 4 * (k * kBlock + j * Vec::kLanes));
+    for (int j = 0; j < kVecs; ++j) b[j] = Vec::load_words(panel + 4 * (k * kBlock + j * Vec::kLanes));
 #pragma GCC unroll 12
-      for (int i = 0; i < kRows; ++i) {
-        const Vec::W x = Vec::broadcast(a[i] + at + 4 * k);
+    for (int i = 0; i < kRows; ++i) {
+      const Vec::W y = Vec::broadcast(a[i] + at + 4 * k);
 #pragma GCC unroll 4
-        for (int j = 0; j < kVecs; ++j) acc[i][j] = Mode::Dot::dot(acc[i][j], x, b[j]);
-      }
-    };
-    for (int64_t group = 0; group < p.groups; ++group, at += p.step, panel += 16 * kBlock) {
-      if (group % kAheadStep == 0) cursor.step();
-      word(0);
-      word(1);
-      word(2);
-      word(3);
+      for (int j = 0; j < kVecs; ++j) acc[i][j] = Mode::Dot::dot(acc[i][j], y, b[j]);
     }
-    for (int k = 0; k < p.rest; ++k) word(k);
+  };
+  for (int64_t group = 0; group < phase.groups; ++group, at += phase.step, panel += 16 * kBlock) {
+    if (group % kAheadStep == 0) cursor.step();
+    word(0);
+    word(1);
+    word(2);
+    word(3);
   }
+  for (int k = 0; k < phase.rest; ++k) word(k);
 #pragma GCC unroll 12
   for (int i = 0; i < kRows; ++i) {
     float* out = c + ptrdiff_t(row + i) * kBlock + col;
@@ -218,16 +213,16 @@ inline void panel_tile(const Segment* segments, int count, int phases, int phase
 }
 
 template <class Mode, int kPhases>
-void multiply_panel(const Segment* segments, int count, int rows, int cols, float* c, const ReadAhead& ahead) {
+void multiply_panel(const Operands& x, int rows, int cols, float* c, const ReadAhead& ahead) {
   constexpr int kVecs = Vec::kPanelVecs, kCols = kVecs * Vec::kLanes;
   static_assert(kBlock % kCols == 0, "a panel is a whole number of tiles");
-  int64_t groups = 0;
-  for (int s = 0; s < count; ++s) groups += words_of<Mode>(segments[s]) / 4;
-  AheadCursor cursor(ahead, int64_t(rows / Vec::kPanelRows + 1) * (kBlock / kCols) * (groups / kAheadStep + kPhases));
+  Phase phases[kPhases];
+  for (int i = 0; i < kPhases; ++i) phases[i] = phase_of(words_of<Mode>(x), kPhases, i);
+  const int64_t steps = (phases[0].groups + kAheadStep - 1) / kAheadStep * kPhases;
+  AheadCursor cursor(ahead, (rows / Vec::kPanelRows) * (kBlock / kCols) * steps + 1);
   const auto sweep = [&](auto step, int row, auto vecs) {
     for (int col = 0; col < cols; col += vecs.value * Vec::kLanes)
-      for (int phase = 0; phase < kPhases; ++phase)
-        panel_tile<Mode, step.value, vecs.value>(segments, count, kPhases, phase, row, col, cols - col, c, cursor);
+      for (const Phase& phase : phases) panel_tile<Mode, step.value, vecs.value>(x, phase, row, col, cols - col, c, cursor);
   };
   if (cols <= Vec::kLanes) {  // LoRA ranks: narrow tiles, more rows
     for_rows<2 * Vec::kPanelRows>(rows, [&](auto step, int row) { sweep(step, row, Count<1>()); });
@@ -239,57 +234,55 @@ void multiply_panel(const Segment* segments, int count, int rows, int cols, floa
 // --- columns: stored elements, two rows made into words in registers
 
 template <class Mode, int kRows>
-inline void columns_tile(const Segment* segments, int count, int row, int col, int cols, float* c) {
-  constexpr int kVecs = Vec::kPanelVecs;
-  Vec::F acc[kRows][kVecs];
+inline void columns_tile(const Operands& x, int row, int col, int cols, float* c) {
+  constexpr int kVecs = Vec::kPanelVecs, kGroup = Mode::Dot::kGroup;
+  const int64_t words = words_of<Mode>(x);
+  const int size = size_of(x.format);
+  const char *a = x.a + row * x.a_stride, *b = x.b + col * size;
+  for (int64_t part = 0; part < words; part += kPartWords) {
+    const int64_t end = words - part < kPartWords ? words : part + kPartWords;
+    Vec::F acc[kRows][kVecs];
 #pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i)
+    for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) acc[i][j] = Vec::zero();
-
-  for (int s = 0; s < count; ++s) {
-    const Segment& segment = segments[s];
-    const int64_t words = words_of<Mode>(segment);
-    const int size = size_of(segment.format);
-    const char *a = segment.a + row * segment.a_stride, *b = segment.b + col * size;
-    for (int64_t k = 0; k < words; ++k, b += Mode::Dot::kGroup * segment.b_stride) {
-      const bool partner = (k + 1) * Mode::Dot::kGroup <= segment.length;
+      for (int j = 0; j < kVecs; ++j) acc[i][j] = Vec::zero();
+    for (int64_t k = part; k < end; ++k, b += kGroup * x.b_stride) {
       if (row == 0) {
-        for (int i = 0; i < Mode::Dot::kGroup; ++i)
+        for (int i = 0; i < kGroup; ++i)
           for (int byte = 0; byte < kVecs * Vec::kLanes * size; byte += 64)
-            __builtin_prefetch(b + (kRowsAhead + i) * segment.b_stride + byte, 0, 3);
+            __builtin_prefetch(b + (kRowsAhead + i) * x.b_stride + byte, 0, 3);
       }
-      Vec::W words_of_columns[kVecs];
+      Vec::W vectors[kVecs];
 #pragma GCC unroll 4
       for (int j = 0; j < kVecs; ++j) {
         const int lanes = cols - j * Vec::kLanes;
-        words_of_columns[j] = lanes <= 0 ? Vec::words(Vec::zero())
-                                         : column_words<Mode>(segment.format, b + j * Vec::kLanes * size, segment.b_stride,
-                                                              partner, lanes < Vec::kLanes ? lanes : Vec::kLanes);
+        vectors[j] = lanes <= 0 ? Vec::words(Vec::zero())
+                                : column_words<Mode>(x.format, b + j * Vec::kLanes * size, x.b_stride,
+                                                     (k + 1) * kGroup <= x.length, lanes < Vec::kLanes ? lanes : Vec::kLanes);
       }
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) {
-        const Vec::W x = Vec::broadcast(a + i * segment.a_stride + 4 * k);
+        const Vec::W y = Vec::broadcast(a + i * x.a_stride + 4 * k);
 #pragma GCC unroll 4
-        for (int j = 0; j < kVecs; ++j) acc[i][j] = Mode::Dot::dot(acc[i][j], x, words_of_columns[j]);
+        for (int j = 0; j < kVecs; ++j) acc[i][j] = Mode::Dot::dot(acc[i][j], y, vectors[j]);
       }
     }
-  }
 #pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i) {
-    float* out = c + ptrdiff_t(row + i) * kBlock + col;
+    for (int i = 0; i < kRows; ++i) {
+      float* out = c + ptrdiff_t(row + i) * kBlock + col;
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) {
-      if (j * Vec::kLanes >= cols) break;
-      Vec::store(out + j * Vec::kLanes, Vec::add(Vec::load(out + j * Vec::kLanes), acc[i][j]));
+      for (int j = 0; j < kVecs; ++j) {
+        if (j * Vec::kLanes >= cols) break;
+        Vec::store(out + j * Vec::kLanes, Vec::add(Vec::load(out + j * Vec::kLanes), acc[i][j]));
+      }
     }
   }
 }
 
 template <class Mode>
-void multiply_columns(const Segment* segments, int count, int rows, int cols, float* c, const ReadAhead&) {
+void multiply_columns(const Operands& x, int rows, int cols, float* c, const ReadAhead&) {
   for_rows<Vec::kPanelRows>(rows, [&](auto step, int row) {
     for (int col = 0; col < cols; col += Vec::kPanelVecs * Vec::kLanes)
-      columns_tile<Mode, step.value>(segments, count, row, col, cols - col, c);
+      columns_tile<Mode, step.value>(x, row, col, cols - col, c);
   });
 }

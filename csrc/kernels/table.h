@@ -12,9 +12,9 @@
 // is fastest; for many, a panel in L2 that all of them share. A phased panel holds the words in the order in which the lanes of
 // the rows product add them up, so that both layouts of a product give the same bits.
 //
-// Each product runs over a list of segments, one after the other into the same accumulators: base weights first, then LoRA
-// terms. Determinism: an element of C is one chain of additions (rows: one for each quarter of a vector) whose order depends on
-// the segment lengths alone, never on the number of rows or columns, the tile, the layout, or the thread.
+// A reduction is cut into parts of 512 words, so that a panel and what goes with it stay in L2; each part's sum is added to C.
+// Determinism: an element of C is a chain of additions for each part (rows: for each quarter of a vector in each part) whose
+// order depends on the reduction's length alone, never on the number of rows or columns, the tile, the layout, or the thread.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -22,17 +22,17 @@
 namespace ktft {
 
 constexpr int kBlock = 64;         // columns of a panel and of a C tile
-constexpr int kMaxSegments = 130;  // of one product: two base terms and two for each of 64 adapters
+constexpr int kPartWords = 512;    // of a reduction: a panel of 128 KiB
 constexpr int kChunk = 128;        // rows of a C tile: kChunk * kBlock floats are 32 KiB, which leaves L2 to the operands
 
 enum Format : int { kBf16 = 0, kFp32 = 1 };
 
-struct Segment {
+struct Operands {
   const char* a;       // activations: row i at a + i * a_stride
   ptrdiff_t a_stride;  // bytes
   const char* b;
   ptrdiff_t b_stride;  // bytes between rows; unused by panels
-  int64_t length;      // elements of this segment's reduction
+  int64_t length;      // elements of the reduction; panels: at most one part
   Format format;       // of the elements; columns only
 };
 
@@ -62,7 +62,7 @@ struct Kernels {
   Format word_format;   // format of the elements inside words: bf16 if group is 2, else fp32
   Format saved_format;  // the compute dtype: what gate and up are rounded to and saved as
 
-  using Product = void(const Segment* segments, int count, int rows, int cols, float* c, const ReadAhead& ahead);
+  using Product = void(const Operands& operands, int rows, int cols, float* c, const ReadAhead& ahead);
   Product *multiply_rows, *multiply_phased, *multiply_columns, *multiply_panel;
 
   // Rows of stored elements -> rows of words, zero-padded to a whole word.
