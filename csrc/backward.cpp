@@ -142,8 +142,8 @@ class Backward : Layer {
       Term terms[kMaxAdapters + 1];
       terms[0] = term(worker, {dy_, hidden_stride_}, base_block(kBackward, kDown, step));
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-        terms[1 + n - piece.first_adapter] = term(worker, low_rank_rows(v_down_[size_t(n)], n),
-                                                  lora_block(kBackward, n, 4, piece.expert, block));
+        terms[1 + n - piece.first_adapter] =
+            term(worker, low_rank_rows(v_down_[size_t(n)], n), lora_block(kBackward, n, 4, piece.expert, block));
       for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
         const Chunk call = chunk(wave, piece, row);
         const int count = call.rows;
@@ -204,8 +204,9 @@ class Backward : Layer {
       for (const Projection p : {kGate, kUp}) {
         terms[p] = term(worker, p == kGate ? d_gate : d_up, base_block(kBackward, p, step));
         for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-          terms[2 + 2 * (n - piece.first_adapter) + p] = term(worker, low_rank_rows((p == kGate ? v_gate_ : v_up_)[size_t(n)], n),
-                                                              lora_block(kBackward, n, 2 * p, piece.expert, step.block));
+          terms[2 + 2 * (n - piece.first_adapter) + p] =
+              term(worker, low_rank_rows((p == kGate ? v_gate_ : v_up_)[size_t(n)], n),
+                   lora_block(kBackward, n, 2 * p, piece.expert, step.block));
       }
       const ReadAhead ahead{{area(base_block(kBackward, kGate, next), 0)}};
       for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
@@ -226,11 +227,14 @@ class Backward : Layer {
     const int columns = block_columns(width, block);
     float* grad = gradients_.factors[size_t(adapter * 6 + factor)] + piece.expert * rank * width;
     // A is [rank, width], B is [width, rank]
-    const auto at = [&](int64_t j, int64_t col) -> float& {
-      return factor % 2 == 0 ? grad[j * width + block * kBlock + col] : grad[(block * kBlock + col) * rank + j];
-    };
-    for (int64_t j = 0; j < rank; ++j)
-      for (int col = 0; col < columns; ++col) worker.outer[j * kBlock + col] = at(j, col);
+    const bool is_a = factor % 2 == 0;
+    grad += block * kBlock * (is_a ? 1 : rank);
+    for (int64_t j = 0; j < rank; ++j) {
+      float* const row = worker.outer + j * kBlock;
+      if (is_a) memcpy(row, grad + j * width, size_t(columns) * sizeof(float));
+      else
+        for (int col = 0; col < columns; ++col) row[col] = grad[col * rank + j];
+    }
     for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
       const int count = int(std::min<int64_t>(kChunk, piece.end - row));
       const int64_t inside = row - wave.begin;
@@ -246,8 +250,12 @@ class Backward : Layer {
                        source + block * kBlock * size_of(kernels_.word_format), rows.stride, count, columns, worker.outer);
       }
     }
-    for (int64_t j = 0; j < rank; ++j)
-      for (int col = 0; col < columns; ++col) at(j, col) = worker.outer[j * kBlock + col];
+    for (int64_t j = 0; j < rank; ++j) {
+      const float* const row = worker.outer + j * kBlock;
+      if (is_a) memcpy(grad + j * width, row, size_t(columns) * sizeof(float));
+      else
+        for (int col = 0; col < columns; ++col) grad[col * rank + j] = row[col];
+    }
   }
 
   void factor_gradients(const Wave& wave) {
@@ -255,23 +263,31 @@ class Backward : Layer {
     for (int n = 0; n < adapters(); ++n) wanted = wanted || wants_factors(n);
     if (!wanted) return;
     const int64_t hidden_blocks = blocks(call_.hidden), inter_blocks = blocks(call_.intermediate);
-    const int64_t per_expert = hidden_blocks + inter_blocks;
+    constexpr int64_t kPerTask = 4;  // adjacent blocks: while one is read, the next comes into L1
+    const int64_t hidden_tasks = (hidden_blocks + kPerTask - 1) / kPerTask,
+                  inter_tasks = (inter_blocks + kPerTask - 1) / kPerTask;
+    const int64_t per_expert = hidden_tasks + inter_tasks;
     const Rows x{x_, hidden_stride_}, dy{dy_, hidden_stride_};
     const Rows d_gate{d_gate_, inter_stride_}, d_up{d_up_, inter_stride_}, h{h_, inter_stride_};
     parallel(int64_t(wave.pieces.size()) * per_expert, [&](int64_t task, Worker& worker) {
       const Piece& piece = wave.pieces[size_t(task / per_expert)];
-      const int64_t block = task % per_expert;
+      const int64_t part = task % per_expert;
+      const bool is_hidden = part < hidden_tasks;
+      const int64_t first = (is_hidden ? part : part - hidden_tasks) * kPerTask;
+      const int64_t end = std::min(first + kPerTask, is_hidden ? hidden_blocks : inter_blocks);
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n) {
         if (!wants_factors(n)) continue;
         const size_t a = size_t(n);
-        if (block < hidden_blocks) {
-          factor_block(worker, wave, piece, n, 0, block, v_gate_[a].values, x, 0);
-          factor_block(worker, wave, piece, n, 2, block, v_up_[a].values, x, 0);
-          factor_block(worker, wave, piece, n, 5, block, weighted_u_[a], dy, -1);
-        } else {
-          factor_block(worker, wave, piece, n, 1, block - hidden_blocks, u_gate_[a].values, d_gate, -1);
-          factor_block(worker, wave, piece, n, 3, block - hidden_blocks, u_up_[a].values, d_up, -1);
-          factor_block(worker, wave, piece, n, 4, block - hidden_blocks, weighted_v_[a], h, 1);
+        for (int64_t block = first; block < end; ++block) {
+          if (is_hidden) {
+            factor_block(worker, wave, piece, n, 0, block, v_gate_[a].values, x, 0);
+            factor_block(worker, wave, piece, n, 2, block, v_up_[a].values, x, 0);
+            factor_block(worker, wave, piece, n, 5, block, weighted_u_[a], dy, -1);
+          } else {
+            factor_block(worker, wave, piece, n, 1, block, u_gate_[a].values, d_gate, -1);
+            factor_block(worker, wave, piece, n, 3, block, u_up_[a].values, d_up, -1);
+            factor_block(worker, wave, piece, n, 4, block, weighted_v_[a], h, 1);
+          }
         }
       }
     });

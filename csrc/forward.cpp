@@ -77,8 +77,8 @@ class Forward : Layer {
       Term terms[kMaxAdapters + 1];
       terms[0] = term(worker, h, base_block(kForward, kDown, step));
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-        terms[1 + n - piece.first_adapter] = term(worker, low_rank_rows(down_[size_t(n)], n),
-                                                  lora_block(kForward, n, 5, piece.expert, step.block));
+        terms[1 + n - piece.first_adapter] =
+            term(worker, low_rank_rows(down_[size_t(n)], n), lora_block(kForward, n, 5, piece.expert, step.block));
       const ReadAhead ahead{{area(base_block(kForward, kDown, next), 0)}};
       for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
         const Chunk call = chunk(wave, piece, row);

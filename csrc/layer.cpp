@@ -167,8 +167,8 @@ void Layer::add(Worker& worker, const Term& term, const Chunk& chunk, int64_t pa
   const Block& block = term.block;
   const bool is_words =
       block.format == kernels_.word_format && block.format == call_.compute && block.length % kernels_.group == 0;
-  Operands x{term.rows.words + chunk.first * term.rows.stride, term.rows.stride, block.data, block.stride, block.length,
-             block.format};
+  Operands x{
+      term.rows.words + chunk.first * term.rows.stride, term.rows.stride, block.data, block.stride, block.length, block.format};
   const auto as_rows_of_words = [&](char* rows) {
     if (is_words) return;
     const int64_t stride = words(x.length) * 4;
@@ -205,7 +205,9 @@ void Layer::multiply(Worker& worker, const Term* terms, int count, int base, con
     const int64_t last = chunk.few ? 0 : parts(terms[i].block) - 1;
     for (int64_t part = 0; part <= last; ++part) {
       const bool final = part == last && i + 1 >= base;
-      const ReadAhead next{{part < last ? area(terms[i].block, part + 1) : i + 1 < base ? area(terms[i + 1].block, 0) : ReadAhead::Area{}}};
+      const ReadAhead next{{part < last    ? area(terms[i].block, part + 1)
+                            : i + 1 < base ? area(terms[i + 1].block, 0)
+                                           : ReadAhead::Area{}}};
       add(worker, terms[i], chunk, part, c, !final ? next : i + 1 == base ? ahead : ReadAhead{});
     }
   }

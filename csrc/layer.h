@@ -65,7 +65,7 @@ class Layer {
   explicit Layer(const LayerCall& call);
 
  protected:
-  struct Worker {    // scratch of one thread
+  struct Worker {  // scratch of one thread
     float* c[2];   // C tiles [kChunk][kBlock]
     char* panels;  // bump-allocated
     int64_t used;
@@ -80,7 +80,7 @@ class Layer {
     Block block;
     char* decoded;  // scratch for the block's panels, or for its rows where they are not words yet
   };
-  struct Chunk {  // of a piece
+  struct Chunk {    // of a piece
     int64_t first;  // row in the wave
     int rows;
     bool few;      // of the piece: read the weights where they lie
@@ -149,9 +149,9 @@ class Layer {
       for (size_t i = 0; i < wave.pieces.size(); ++i) {
         for (int64_t block = first; block < end; ++block) {
           const Piece* const piece = &wave.pieces[i];
-          const Step next = block + 1 < end                 ? Step{piece, block + 1}
+          const Step next = block + 1 < end              ? Step{piece, block + 1}
                             : i + 1 < wave.pieces.size() ? Step{piece + 1, first}
-                                                            : Step{};
+                                                         : Step{};
           worker.used = 0;
           f(Step{piece, block}, next, worker);
         }

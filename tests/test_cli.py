@@ -22,7 +22,7 @@ from ktft.adapters import get_peft_model
 from tests.tiny_chat import CHATML, chat, tiny_chat_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("train", "chat", "generate", "doctor", "version")
+COMMANDS = ("train", "chat", "generate", "doctor", "version", "bench")
 
 
 @pytest.fixture(scope="module")

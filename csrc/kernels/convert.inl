@@ -47,10 +47,11 @@ void decode_rows(Format format, const char* source, ptrdiff_t stride, int64_t ro
                  ptrdiff_t word_stride) {
   for (int64_t row = 0; row < rows; ++row, source += stride, words += word_stride) {
     if (Mode::kWord == kBf16 && format == kBf16) __builtin_memcpy(words, source, size_t(2 * cols));
-    else for_columns(cols, [&](int64_t col, int lanes) {
-      store_cols(Mode::kWord, words + col * size_of(Mode::kWord),
-                 to_compute<Mode>(load_cols(format, source + col * size_of(format), lanes)), lanes);
-    });
+    else
+      for_columns(cols, [&](int64_t col, int lanes) {
+        store_cols(Mode::kWord, words + col * size_of(Mode::kWord),
+                   to_compute<Mode>(load_cols(format, source + col * size_of(format), lanes)), lanes);
+      });
     pad_word<Mode>(words, cols);
   }
 }

@@ -129,6 +129,7 @@ inline void outer_tile(const float* p, ptrdiff_t p_stride, const char* q, ptrdif
     Vec::F value[kVecs];
 #pragma GCC unroll 4
     for (int v = 0; v < kVecs; ++v) value[v] = load_cols(format, q + v * Vec::kLanes * size_of(format), lanes);
+    __builtin_prefetch(q + kVecs * Vec::kLanes * size_of(format));  // the next tile's: rows lie too far apart for the hardware
 #pragma GCC unroll 8
     for (int j = 0; j < kRanks; ++j) {
       const Vec::F factor = Vec::set1(p[j]);

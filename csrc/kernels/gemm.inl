@@ -15,8 +15,8 @@ inline int64_t words_of(const Operands& x) {
   return (x.length + Mode::Dot::kGroup - 1) / Mode::Dot::kGroup;
 }
 
-// Walks the areas of a ReadAhead, some cache lines at each step of a product. Steps are short: a burst of requests would wait for
-// the few that can be under way, or be dropped.
+// Walks the areas of a ReadAhead, some cache lines at each step of a product. Steps are short: a burst of requests would wait
+// for the few that can be under way, or be dropped.
 class AheadCursor {
  public:
   AheadCursor(const ReadAhead& ahead, int64_t steps) : area_(ahead.areas), end_(ahead.areas + ReadAhead::kAreas) {
@@ -70,8 +70,8 @@ inline void for_rows(int rows, Tile tile) {
 
 // --- rows: both operands contiguous along the reduction
 
-// Few rows are bound by memory. So many lines ahead in each of a tile's streams keep more requests under way than a core's window
-// does: 70 instead of 48 GB/s for one row of 2048 bf16, two threads (Zen 5; 8 lines: 51).
+// Few rows are bound by memory. So many lines ahead in each of a tile's streams keep more requests under way than a core's
+// window does: 70 instead of 48 GB/s for one row of 2048 bf16, two threads (Zen 5; 8 lines: 51).
 constexpr int kLinesAhead = 16;
 
 // A quarter of an accumulator's lanes holds four columns, and quarter q adds up words 4 q .. 4 q + 3 of every kLanes words.
@@ -146,8 +146,7 @@ void multiply_rows(const Operands& x, int rows, int cols, float* c, const ReadAh
   constexpr int kCols = 4 * Vec::kRowGroups;
   for_rows<Vec::kRowTile>(rows, [&](auto step, int row) {
     int col = 0;
-    for (; cols - col > kCols - 4; col += kCols)
-      rows_tile<Mode, step.value, Vec::kRowGroups>(x, row, col, cols - col, c);
+    for (; cols - col > kCols - 4; col += kCols) rows_tile<Mode, step.value, Vec::kRowGroups>(x, row, col, cols - col, c);
     for (; col < cols; col += 4) rows_tile<Mode, step.value, 1>(x, row, col, cols - col, c);
   });
 }

@@ -1,16 +1,16 @@
 // The contract between the expert layer (moe.cpp), which knows no ISA, and the kernels, which know no experts.
 //
-// A *word* is 32 bits of a row along the reduction: one fp32, or two neighbouring bf16 (`group` elements). Activations A live in
-// rows of words. Weights B are read in one of four layouts:
+// A *word* is 32 bits of a row along the reduction: one fp32, or two neighbouring bf16 (`group` elements). Activations A live
+// in rows of words. Weights B are read in one of four layouts:
 //
 //   rows      C[m, n] += sum_k A[m, k] * B[n, k]   rows of words, contiguous along the reduction
 //   phased    the same product                     those rows transposed into a panel
 //   columns   C[m, n] += sum_k A[m, k] * B[k, n]   stored elements as they are
 //   panel     the same product                     those elements as a panel
 //
-// A panel is [words][64]: a word k of column n holds elements group * k .. of column n. For few rows of A, reading B where it lies
-// is fastest; for many, a panel in L2 that all of them share. A phased panel holds the words in the order in which the lanes of
-// the rows product add them up, so that both layouts of a product give the same bits.
+// A panel is [words][64]: a word k of column n holds elements group * k .. of column n. For few rows of A, reading B where it
+// lies is fastest; for many, a panel in L2 that all of them share. A phased panel holds the words in the order in which the
+// lanes of the rows product add them up, so that both layouts of a product give the same bits.
 //
 // A reduction is cut into parts of 512 words, so that a panel and what goes with it stay in L2; each part's sum is added to C.
 // Determinism: an element of C is a chain of additions for each part (rows: for each quarter of a vector in each part) whose
@@ -21,9 +21,9 @@
 
 namespace ktft {
 
-constexpr int kBlock = 64;         // columns of a panel and of a C tile
-constexpr int kPartWords = 512;    // of a reduction: a panel of 128 KiB
-constexpr int kChunk = 128;        // rows of a C tile: kChunk * kBlock floats are 32 KiB, which leaves L2 to the operands
+constexpr int kBlock = 64;       // columns of a panel and of a C tile
+constexpr int kPartWords = 512;  // of a reduction: a panel of 128 KiB
+constexpr int kChunk = 128;      // rows of a C tile: kChunk * kBlock floats are 32 KiB, which leaves L2 to the operands
 
 enum Format : int { kBf16 = 0, kFp32 = 1 };
 

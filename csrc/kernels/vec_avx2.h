@@ -8,9 +8,9 @@ namespace {
 
 struct Vec {
   static constexpr int kLanes = 8;
-  static constexpr int kRowTile = 4;     // product of rows: 4 accumulators + 4 weights + 4 spread activations + 2
+  static constexpr int kRowTile = 4;  // product of rows: 4 accumulators + 4 weights + 4 spread activations + 2
   static constexpr int kRowGroups = 1;
-  static constexpr int kPanelRows = 6;   // product of panels: 6 x 2 accumulators + 2 B + 1 A of 16 registers
+  static constexpr int kPanelRows = 6;  // product of panels: 6 x 2 accumulators + 2 B + 1 A of 16 registers
   static constexpr int kPanelVecs = 2;
   static constexpr int kOuterRanks = 4;  // outer product: 4 x 2 accumulators
   using F = __m256;
@@ -90,7 +90,9 @@ struct Vec {
     for (int q = 0; q < 2; ++q) {
       W in[4];
       for (int i = 0; i < 4; ++i) {
-        const auto quad = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride + 16 * q)); };
+        const auto quad = [&](int row) {
+          return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride + 16 * q));
+        };
         in[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(quad(i)), quad(i + 4), 1);
       }
       transpose_quads(in, out + 4 * q);

@@ -10,9 +10,9 @@ namespace {
 
 struct Vec {
   static constexpr int kLanes = 16;
-  static constexpr int kRowTile = 8;     // product of rows: 8 x 2 accumulators + 8 weights + 4 spread activations of 32 registers
+  static constexpr int kRowTile = 8;  // product of rows: 8 x 2 accumulators + 8 weights + 4 spread activations of 32 registers
   static constexpr int kRowGroups = 2;
-  static constexpr int kPanelRows = 6;   // product of panels: 6 x 4 accumulators + 4 B + 1 A
+  static constexpr int kPanelRows = 6;  // product of panels: 6 x 4 accumulators + 4 B + 1 A
   static constexpr int kPanelVecs = 4;
   static constexpr int kOuterRanks = 8;  // outer product: 8 x 2 accumulators
   using F = __m512;
@@ -80,7 +80,9 @@ struct Vec {
       W in[4];
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
-        const auto quad = [&](int row) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride + 16 * q)); };
+        const auto quad = [&](int row) {
+          return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride + 16 * q));
+        };
         in[i] = _mm512_inserti32x4(_mm512_castsi128_si512(quad(i)), quad(i + 4), 1);
         in[i] = _mm512_inserti32x4(in[i], quad(i + 8), 2);
         in[i] = _mm512_inserti32x4(in[i], quad(i + 12), 3);
