@@ -174,7 +174,9 @@ def _add_bench(bench: argparse.ArgumentParser, common: argparse.ArgumentParser) 
             option, metavar=metavar, type=_positive, default=default, help=f"{text} (default %(default)s)"
         )
     layer.add_argument(
-        "--directory", metavar="DIR", help="where the weights are put for the time being (default: temporary files')"
+        "--directory",
+        metavar="DIR",
+        help="where the weights are put for the time being (default: among temporary files)",
     )
     layer.add_argument(
         "--lora-rank", metavar="R", type=_not_negative_int, default=8, help="rank of the LoRA (default %(default)s)"
