@@ -27,9 +27,10 @@ overwrite_output_dir=false resume_from_checkpoint=true added.
 """
 
 BENCH_EPILOG = """\
-Each first measures this machine and prints what a reader must know of it; figures are medians (decode: means) over
-repetitions in which the sides take turns. What every field means: ktft/bench/experts.py, train.py, decode.py.
-For figures that mean something let nothing else run, and set the threads to the physical cores.
+Each first measures this machine and prints what a reader must know of it; figures are medians
+(decode: means) over repetitions in which the sides take turns. What every field means:
+python -m pydoc ktft.bench.experts, and likewise ktft.bench.train and ktft.bench.decode.
+Let nothing else run meanwhile, and set the threads to the number of physical cores.
 """
 
 CHAT_EPILOG = """\

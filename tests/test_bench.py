@@ -423,6 +423,7 @@ def test_wrong_arguments_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
         ("experts --isa neon", "--isa neon is not a level; valid: auto, scalar"),
         (f"experts --directory {tmp_path}/none", "none"),
         ("train --topk 9 --experts 8", "--topk 9 is more than --experts 8"),
+        ("train --lora-rank 0", "--lora-rank 0: training takes ranks 1 to 256"),
         (f"train --config {tmp_path}/none", "is not a file; expected a model's config.json"),
         (f"train --config {tmp_path}/list.json", "expected a model's config.json with model_type"),
         (f"decode {tmp_path}/none", "none is not a directory"),

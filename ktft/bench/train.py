@@ -29,6 +29,7 @@ from ktft.bench.machine import Probe, Samples, describe, load_average
 from ktft.bench.report import Report
 from ktft.bench.settings import check_isa, tidy, torch_threads
 from ktft.bench.train_side import Job
+from ktft.ops import MAX_RANK
 
 HF_IMPLEMENTATIONS = ("grouped_mm", "eager")
 LOSS_TOLERANCE = 0.01
@@ -81,6 +82,8 @@ def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
         RuntimeError: a side failed; the message is its last line.
     """
     check_isa(settings.isa)
+    if not 1 <= settings.lora_rank <= MAX_RANK:
+        raise ValueError(f"--lora-rank {settings.lora_rank}: training takes ranks 1 to {MAX_RANK}")
     if settings.config is None and settings.topk > settings.experts:
         raise ValueError(f"--topk {settings.topk} is more than --experts {settings.experts}")
     with ExitStack() as stack:
