@@ -95,8 +95,11 @@ LowRank Layer::take_low_rank(int64_t rank) {
 
 void Layer::gather(const Wave& wave, const Piece& chunk, const char* tensor, char* rows) const {
   const int64_t row_bytes = call_.hidden * size_of(call_.compute);
+  const auto source = [&](int64_t row) { return tensor + routes_.token[size_t(row)] * row_bytes; };
   for (int64_t row = chunk.begin; row < chunk.end; ++row) {
-    kernels_.decode_rows(call_.compute, tensor + routes_.token[size_t(row)] * row_bytes, row_bytes, 1, call_.hidden,
+    if (row + 1 < chunk.end)
+      for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(source(row + 1) + byte);
+    kernels_.decode_rows(call_.compute, source(row), row_bytes, 1, call_.hidden,
                          rows + (row - wave.begin) * hidden_stride_, hidden_stride_);
   }
 }
@@ -282,20 +285,26 @@ void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, 
       const Chunk call = chunk(wave, piece, row);
       const int count = call.rows;
       const int64_t inside = call.first;
+      char* const saved_gate = saved ? saved + inside * saved_stride + block * kBlock * saved_element : nullptr;
+      char* const saved_up = saved ? saved_gate + call_.intermediate * saved_element : nullptr;
+      char* const h_rows = h + inside * inter_stride_ + block * kBlock * size_of(kernels_.word_format);
       for (const Projection p : {kGate, kUp}) memset(worker.c[p], 0, size_t(count) * kBlock * sizeof(float));
       // A part of gate, the same part of up: they share the rows in L2.
-      for (int64_t part = 0; part < (call.few ? 1 : parts(next_gate)); ++part) {
-        const bool last = part + 1 == parts(next_gate);
+      const int64_t last = call.few ? 0 : parts(next_gate) - 1;
+      for (int64_t part = 0; part <= last; ++part) {
         add(worker, terms[kGate][0], call, part, worker.c[kGate], {{area(terms[kUp][0].block, part)}});
-        add(worker, terms[kUp][0], call, part, worker.c[kUp],
-            {{last ? area(next_gate, 0) : area(terms[kGate][0].block, part + 1)}});
+        ReadAhead ahead{{area(part < last ? terms[kGate][0].block : next_gate, part < last ? part + 1 : 0)}};
+        if (part == last) {
+          ahead.areas[1] = {h_rows, inter_stride_, count, columns * size_of(kernels_.word_format)};
+          ahead.areas[2] = {saved_gate, saved_stride, saved ? count : 0, columns * saved_element};
+          ahead.areas[3] = {saved_up, saved_stride, saved ? count : 0, columns * saved_element};
+        }
+        add(worker, terms[kUp][0], call, part, worker.c[kUp], ahead);
       }
       for (const Projection p : {kGate, kUp})
         for (int i = 1; i <= piece.adapters(); ++i) add(worker, terms[p][i], call, 0, worker.c[p], {});
-      char* saved_gate = saved ? saved + inside * saved_stride + block * kBlock * saved_element : nullptr;
-      kernels_.swiglu_forward(worker.c[kGate], worker.c[kUp], count, columns, saved_gate,
-                              saved ? saved_gate + call_.intermediate * saved_element : nullptr, saved_stride,
-                              h + inside * inter_stride_ + block * kBlock * size_of(kernels_.word_format), inter_stride_);
+      kernels_.swiglu_forward(worker.c[kGate], worker.c[kUp], count, columns, saved_gate, saved_up, saved_stride, h_rows,
+                              inter_stride_);
     }
   });
 }

@@ -216,12 +216,17 @@ void multiply_panel(const Operands& x, int rows, int cols, float* c, const ReadA
   constexpr int kVecs = Vec::kPanelVecs, kCols = kVecs * Vec::kLanes;
   static_assert(kBlock % kCols == 0, "a panel is a whole number of tiles");
   Phase phases[kPhases];
-  for (int i = 0; i < kPhases; ++i) phases[i] = phase_of(words_of<Mode>(x), kPhases, i);
+  int used = 0;  // short reductions leave later phases empty
+  for (int i = 0; i < kPhases; ++i) {
+    phases[used] = phase_of(words_of<Mode>(x), kPhases, i);
+    if (phases[used].groups > 0 || phases[used].rest > 0) ++used;
+  }
   const int64_t steps = (phases[0].groups + kAheadStep - 1) / kAheadStep * kPhases;
   AheadCursor cursor(ahead, (rows / Vec::kPanelRows) * (kBlock / kCols) * steps + 1);
   const auto sweep = [&](auto step, int row, auto vecs) {
     for (int col = 0; col < cols; col += vecs.value * Vec::kLanes)
-      for (const Phase& phase : phases) panel_tile<Mode, step.value, vecs.value>(x, phase, row, col, cols - col, c, cursor);
+      for (int i = 0; i < used; ++i)
+        panel_tile<Mode, step.value, vecs.value>(x, phases[i], row, col, cols - col, c, cursor);
   };
   if (cols <= Vec::kLanes) {  // LoRA ranks: narrow tiles, more rows
     for_rows<2 * Vec::kPanelRows>(rows, [&](auto step, int row) { sweep(step, row, Count<1>()); });
