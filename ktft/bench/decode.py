@@ -138,6 +138,8 @@ def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
                     "model": settings.model,
                     "side": side.name,
                     "adapter": side.adapter,
+                    "device": str(side.model.device),
+                    "dtype": str(side.model.dtype).removeprefix("torch."),
                     "implementation": "/".join(dict.fromkeys(side.implementations)),
                     **figures(times[index], settings, size, rates["read_gbs"]),
                     "tokens_as_ktft": _common(texts[index], ours),

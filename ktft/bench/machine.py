@@ -123,6 +123,7 @@ def describe(samples: Samples) -> dict[str, Any]:
         **{name: round(value, 1) for name, value in samples.medians().items()},
         "memory_gb": round(memory["total"], 1) if memory else None,
         "numa_nodes": len(found["numa_nodes"]) or None,
+        "gpus": [gpu["name"] for gpu in found["cuda"]],
         "governor": _first_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
         "huge_pages": _first_line("/sys/kernel/mm/transparent_hugepage/enabled"),
         "load_average": load_average(),

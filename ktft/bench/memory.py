@@ -68,8 +68,9 @@ class Watch:
     """Highest resident memory within a ``with`` block, from the kernel's own high-water mark where it may be reset,
     and from samples every ``interval`` seconds.
 
-    The anonymous peak is the greater of what was sampled and what the total's peak leaves when all file pages that are
-    resident at the end are taken off. It takes a thread: for separate runs, not for timed ones.
+    The anonymous peak is the greater of what was sampled and what the total's peak leaves when the file pages that are
+    resident at the end are taken off; the latter is right where file pages only come in. Sampling takes a thread that
+    wakes once an interval.
 
     Args:
         interval: seconds between samples.

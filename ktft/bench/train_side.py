@@ -7,7 +7,7 @@ the checkpoint, "ktft" trains it with ktft, "hf" the same model (same class, sam
 transformers and PEFT, made in place: reading the checkpoint as well would count its file against it.
 
 A step is forward, backward, AdamW, zero_grad on one batch [1, tokens]. Figures are medians over the steps after the
-first. Shares come from two further steps with hooks around the experts modules, forward and backward; what neither they
+first. Shares come from one further step with hooks around the experts modules, forward and backward; what neither they
 nor the optimizer take is ``rest``.
 """
 
@@ -27,7 +27,6 @@ from ktft.bench.memory import Watch
 from ktft.bench.settings import tidy
 
 LEARNING_RATE = 1e-4
-SHARE_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -185,9 +184,13 @@ def train(job: Job) -> dict[str, Any]:
             start = time.perf_counter()
             losses.append(step())
             times.append(time.perf_counter() - start)
-        shares = [_share_step(model, step, lambda: optimizer_seconds) for _ in range(SHARE_STEPS)]
+    shares = Shares(experts_modules(model))
+    start = time.perf_counter()
+    step()
+    whole = time.perf_counter() - start
+    shares.close()
     seconds = statistics.median(times[1:])
-    experts, optimizer_share = (statistics.mean(column) for column in zip(*shares, strict=True))
+    experts, optimizer_share = shares.seconds / whole, optimizer_seconds / whole
     figures = {
         "step_s": seconds,
         "tok_s": job.tokens / seconds,
@@ -202,18 +205,6 @@ def train(job: Job) -> dict[str, Any]:
         "trainable_parameters": sum(parameter.numel() for parameter in trainable),
     }
     return {name: tidy(value) for name, value in figures.items()}
-
-
-def _share_step(model: nn.Module, step: Any, optimizer_seconds: Any) -> tuple[float, float]:
-    """One step's shares of experts and optimizer."""
-    shares = Shares(experts_modules(model))
-    try:
-        start = time.perf_counter()
-        step()
-        whole = time.perf_counter() - start
-    finally:
-        shares.close()
-    return shares.seconds / whole, optimizer_seconds() / whole
 
 
 def main() -> None:
