@@ -144,7 +144,7 @@ class Backward : Layer {
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
         terms[1 + n - piece.first_adapter] =
             term(worker, low_rank_rows(v_down_[size_t(n)], n), lora_block(kBackward, n, 4, piece.expert, block));
-      for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
+      for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
         const Chunk call = chunk(wave, piece, row);
         const int count = call.rows;
         const int64_t inside = call.first;
@@ -209,7 +209,7 @@ class Backward : Layer {
                    lora_block(kBackward, n, 2 * p, piece.expert, step.block));
       }
       const ReadAhead ahead{{area(base_block(kBackward, kGate, next), 0)}};
-      for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
+      for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
         const Chunk call = chunk(wave, piece, row);
         const int count = call.rows;
         multiply_masked(worker, piece, terms, 2, 2, 0, row, call, step.block, columns, ahead);
@@ -235,8 +235,8 @@ class Backward : Layer {
       else
         for (int col = 0; col < columns; ++col) row[col] = grad[col * rank + j];
     }
-    for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
-      const int count = int(std::min<int64_t>(kChunk, piece.end - row));
+    for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
+      const int count = int(std::min(piece.chunk, piece.end - row));
       const int64_t inside = row - wave.begin;
       const char* source = rows.words + inside * rows.stride;
       if (dropout_ && dropout_site >= 0) {

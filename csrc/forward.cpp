@@ -80,7 +80,7 @@ class Forward : Layer {
         terms[1 + n - piece.first_adapter] =
             term(worker, low_rank_rows(down_[size_t(n)], n), lora_block(kForward, n, 5, piece.expert, step.block));
       const ReadAhead ahead{{area(base_block(kForward, kDown, next), 0)}};
-      for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
+      for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
         const Chunk call = chunk(wave, piece, row);
         const int count = call.rows;
         multiply(worker, terms, piece.adapters() + 1, 1, call, worker.c[0], ahead);

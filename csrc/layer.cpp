@@ -45,23 +45,26 @@ void Layer::cut_waves(int64_t bytes_per_row) {
   for (int64_t g = 0; g < groups; ++g) {
     int64_t begin = routes_.offset[size_t(g)];
     const int64_t end = routes_.offset[size_t(g) + 1];
-    Piece piece{g / per_expert, 0, 0, 0, adapters()};
+    Piece piece{g / per_expert, 0, 0, 0, adapters(), 0};
     if (call_.adapter_ids) {  // group 0 of an expert: no adapter; group n + 1: adapter n
       piece.last_adapter = int(g % per_expert);
       piece.first_adapter = std::max(piece.last_adapter - 1, 0);
     }
+    if (wave.end - wave.begin + end - begin > budget) close(begin);  // only groups larger than a wave are split
     while (begin < end) {
       piece.begin = begin;
-      piece.end = begin + std::min(end - begin, wave.begin + budget - begin);
+      piece.end = std::min(end, begin + budget);
+      const int64_t rows = piece.end - piece.begin, chunks = (rows + kChunk - 1) / kChunk;
+      piece.chunk = (rows + chunks - 1) / chunks;
       wave.pieces.push_back(piece);
-      for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
+      for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
         Piece chunk = piece;
         chunk.begin = row;
-        chunk.end = std::min(row + kChunk, piece.end);
+        chunk.end = std::min(row + piece.chunk, piece.end);
         wave.chunks.push_back(chunk);
       }
       begin = wave.end = piece.end;
-      if (wave.end - wave.begin >= budget) close(begin);
+      if (begin < end) close(begin);
     }
   }
   close(total);
@@ -139,7 +142,7 @@ Layer::Term Layer::term(Worker& worker, Rows rows, Block block) const {
 }
 
 Layer::Chunk Layer::chunk(const Wave& wave, const Piece& piece, int64_t row) const {
-  return {row - wave.begin, int(std::min<int64_t>(kChunk, piece.end - row)), piece.end - piece.begin <= kFewRows,
+  return {row - wave.begin, int(std::min(piece.chunk, piece.end - row)), piece.end - piece.begin <= kFewRows,
           row != piece.begin};
 }
 
@@ -281,7 +284,7 @@ void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, 
                                                      lora_block(kForward, n, 2 * p + 1, piece.expert, block));
     }
     const Block next_gate = base_block(kForward, kGate, next);
-    for (int64_t row = piece.begin; row < piece.end; row += kChunk) {
+    for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
       const Chunk call = chunk(wave, piece, row);
       const int count = call.rows;
       const int64_t inside = call.first;

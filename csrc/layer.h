@@ -24,6 +24,7 @@ struct Rows {
 struct Piece {  // rows of one expert and one set of adapters: sorted positions [begin, end)
   int64_t expert, begin, end;
   int first_adapter, last_adapter;  // adapters [first, last) apply to these rows
+  int64_t chunk;                    // rows of a C tile: equal shares of the piece
 
   int adapters() const { return last_adapter - first_adapter; }
 };

@@ -50,22 +50,23 @@ class AheadCursor {
   }
 };
 
-// Calls tile(std::integral_constant rows, first row) for all rows, in steps of kMost, 4, 2 and 1.
+// Calls tile(Count<n>, first row) for tiles of n = kMost rows, and for one of the rows that are left.
 template <int kRows>
 struct Count {
   static constexpr int value = kRows;
 };
+template <int kRows, class Tile>
+inline void last_rows(int rows, int row, Tile tile) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) tile(Count<kRows>(), row);
+    else last_rows<kRows - 1>(rows, row, tile);
+  }
+}
 template <int kMost, class Tile>
 inline void for_rows(int rows, Tile tile) {
   int row = 0;
-  const auto sweep = [&](auto step) {
-    for (; row + step.value <= rows; row += step.value) tile(step, row);
-  };
-  sweep(Count<kMost>());
-  if constexpr (kMost > 8) sweep(Count<8>());
-  if constexpr (kMost > 4) sweep(Count<4>());
-  if constexpr (kMost > 2) sweep(Count<2>());
-  sweep(Count<1>());
+  for (; row + kMost <= rows; row += kMost) tile(Count<kMost>(), row);
+  last_rows<kMost - 1>(rows - row, row, tile);
 }
 
 // --- rows: both operands contiguous along the reduction

@@ -23,7 +23,7 @@ namespace ktft {
 
 constexpr int kBlock = 64;       // columns of a panel and of a C tile
 constexpr int kPartWords = 512;  // of a reduction: a panel of 128 KiB
-constexpr int kChunk = 128;      // rows of a C tile: kChunk * kBlock floats are 32 KiB, which leaves L2 to the operands
+constexpr int kChunk = 192;      // rows of a C tile: 48 KiB, which leaves L2 to the operands
 
 enum Format : int { kBf16 = 0, kFp32 = 1 };
 
