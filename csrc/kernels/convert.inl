@@ -71,8 +71,11 @@ template <class Mode>
 void decode_panel(Format format, const char* source, ptrdiff_t stride, int64_t rows, int cols, char* panel) {
   const int size = size_of(format);
   for (int64_t row = 0; row < rows; row += Mode::Dot::kGroup, source += Mode::Dot::kGroup * stride, panel += 4 * kBlock) {
-    for (int i = 0; i < Mode::Dot::kGroup; ++i)
-      for (int byte = 0; byte < cols * size; byte += 64) __builtin_prefetch(source + (kRowsAhead + i) * stride + byte, 0, 2);
+    for (int i = 0; i < Mode::Dot::kGroup; ++i) {
+      const char* const ahead = source + (kRowsAhead + i) * stride;
+      for (int byte = 0; byte < cols * size; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
+      __builtin_prefetch(ahead + cols * size - 1, 0, 2);  // rows begin anywhere in a line
+    }
     if constexpr (Mode::Dot::kGroup == 2) {
       if (format == kBf16 && cols == kBlock && row + 1 < rows) {
         for (int half = 0; half < 2; ++half)

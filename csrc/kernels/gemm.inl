@@ -21,32 +21,37 @@ class AheadCursor {
  public:
   AheadCursor(const ReadAhead& ahead, int64_t steps) : area_(ahead.areas), end_(ahead.areas + ReadAhead::kAreas) {
     int64_t lines = 0;
-    for (const ReadAhead::Area* area = area_; area < end_; ++area) lines += area->rows * (area->bytes / 64 + 1);
+    for (const ReadAhead::Area* area = area_; area < end_; ++area) lines += area->rows * ((area->bytes + 63) / 64 + 1);
     per_step_ = (lines + steps - 1) / steps;
     enter();
   }
   void step() {
     for (int64_t i = 0; i < per_step_ && area_ < end_; ++i) {
-      __builtin_prefetch(row_ + byte_, 0, 2);
-      byte_ += 64;
-      if (byte_ < area_->bytes + 63) continue;  // rows begin anywhere in a line
-      byte_ = 0;
-      row_ += area_->stride;
-      if (++done_ < area_->rows) continue;
-      ++area_;
-      enter();
+      __builtin_prefetch(line_, 0, 2);
+      line_ += 64;
+      if (line_ < row_ + area_->bytes) continue;
+      if (++done_ == area_->rows) {
+        ++area_;
+        enter();
+      } else {
+        enter_row(row_ + area_->stride);
+      }
     }
   }
 
  private:
   const ReadAhead::Area *area_, *end_;
-  const char* row_ = nullptr;
-  int64_t per_step_, byte_ = 0, done_ = 0;
+  const char *row_ = nullptr, *line_ = nullptr;
+  int64_t per_step_, done_ = 0;
 
   void enter() {
     while (area_ < end_ && area_->rows == 0) ++area_;
-    if (area_ < end_) row_ = area_->data;
     done_ = 0;
+    if (area_ < end_) enter_row(area_->data);
+  }
+  void enter_row(const char* row) {
+    row_ = row;
+    line_ = row - (uintptr_t(row) & 63);
   }
 };
 
