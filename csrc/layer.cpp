@@ -102,8 +102,8 @@ void Layer::gather(const Wave& wave, const Piece& chunk, const char* tensor, cha
   for (int64_t row = chunk.begin; row < chunk.end; ++row) {
     if (row + 1 < chunk.end)
       for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(source(row + 1) + byte);
-    kernels_.decode_rows(call_.compute, source(row), row_bytes, 1, call_.hidden,
-                         rows + (row - wave.begin) * hidden_stride_, hidden_stride_);
+    kernels_.decode_rows(call_.compute, source(row), row_bytes, 1, call_.hidden, rows + (row - wave.begin) * hidden_stride_,
+                         hidden_stride_);
   }
 }
 

@@ -77,12 +77,12 @@ inline void for_rows(int rows, Tile tile) {
 // --- rows: both operands contiguous along the reduction
 
 // Few rows are bound by memory. So many lines ahead in each of a tile's streams keep more requests under way than a core's
-// window does: 70 instead of 48 GB/s for one row of 2048 bf16, two threads (Zen 5; 8 lines: 51).
-constexpr int kLinesAhead = 16;
+// window does (one row of 2048 bf16, two threads, Zen 5: 4, 8 and 16 lines are equal within noise, 32 are slower).
+constexpr int kLinesAhead = 8;
 
 // A quarter of an accumulator's lanes holds four columns, and quarter q adds up words 4 q .. 4 q + 3 of every kLanes words.
 template <class Mode, int kRows, int kGroups>
-inline void rows_tile(const Operands& x, int row, int col, int cols, float* c) {
+inline void rows_tile(const Operands& x, int row, int col, int cols, float* c, const ReadAhead::Area& next) {
   constexpr int kCols = 4 * kGroups;
   const int64_t words = words_of<Mode>(x);
   const char *a = x.a + row * x.a_stride, *b[kCols];
@@ -118,10 +118,14 @@ inline void rows_tile(const Operands& x, int row, int col, int cols, float* c) {
     };
     for (int64_t k = part; k < full; k += Vec::kLanes) {
       if (row == 0) {
-        int64_t ahead = 4 * k + 64 * kLinesAhead;  // past the end of these rows: in the next tile's
-        if (ahead >= 4 * words) ahead += kCols * x.b_stride - 4 * words;
+        const int64_t ahead = 4 * k + 64 * kLinesAhead;
+        if (ahead < 4 * words) {
 #pragma GCC unroll 8
-        for (int j = 0; j < kCols; ++j) __builtin_prefetch(b[j] + ahead, 0, 3);
+          for (int j = 0; j < kCols; ++j) __builtin_prefetch(b[j] + ahead, 0, 3);
+        } else if (next.rows >= kCols) {
+#pragma GCC unroll 8
+          for (int j = 0; j < kCols; ++j) __builtin_prefetch(next.data + j * next.stride + ahead - 4 * words, 0, 3);
+        }
       }
       step(k, [](const char* p) { return Vec::load_words(p); });
     }
@@ -148,12 +152,21 @@ inline void rows_tile(const Operands& x, int row, int col, int cols, float* c) {
 }
 
 template <class Mode>
-void multiply_rows(const Operands& x, int rows, int cols, float* c, const ReadAhead&) {
+void multiply_rows(const Operands& x, int rows, int cols, float* c, const ReadAhead& ahead) {
   constexpr int kCols = 4 * Vec::kRowGroups;
   for_rows<Vec::kRowTile>(rows, [&](auto step, int row) {
-    int col = 0;
-    for (; cols - col > kCols - 4; col += kCols) rows_tile<Mode, step.value, Vec::kRowGroups>(x, row, col, cols - col, c);
-    for (; col < cols; col += 4) rows_tile<Mode, step.value, 1>(x, row, col, cols - col, c);
+    const auto sweep = [&](int col, int end, auto groups) {
+      constexpr int kTile = 4 * groups.value;
+      for (; col < end; col += kTile) {
+        const ReadAhead::Area& next = ahead.areas[0];
+        const bool last = col + kTile >= cols;  // what the thread wants after this tile: the next one, or the caller's
+        rows_tile<Mode, step.value, groups.value>(
+            x, row, col, cols - col, c, last ? next : ReadAhead::Area{x.b + (col + kTile) * x.b_stride, x.b_stride, kTile, 0});
+      }
+    };
+    const int wide = (cols + 3) / kCols * kCols;  // columns past the edge cost as much as others
+    sweep(0, wide < cols ? wide : cols, Count<Vec::kRowGroups>());
+    sweep(wide, cols, Count<1>());
   });
 }
 
@@ -231,8 +244,7 @@ void multiply_panel(const Operands& x, int rows, int cols, float* c, const ReadA
   AheadCursor cursor(ahead, (rows / Vec::kPanelRows) * (kBlock / kCols) * steps + 1);
   const auto sweep = [&](auto step, int row, auto vecs) {
     for (int col = 0; col < cols; col += vecs.value * Vec::kLanes)
-      for (int i = 0; i < used; ++i)
-        panel_tile<Mode, step.value, vecs.value>(x, phases[i], row, col, cols - col, c, cursor);
+      for (int i = 0; i < used; ++i) panel_tile<Mode, step.value, vecs.value>(x, phases[i], row, col, cols - col, c, cursor);
   };
   if (cols <= Vec::kLanes) {  // LoRA ranks: narrow tiles, more rows
     for_rows<2 * Vec::kPanelRows>(rows, [&](auto step, int row) { sweep(step, row, Count<1>()); });
