@@ -118,48 +118,51 @@ class Backward : Layer {
 
   // c[0] of a product of base terms and, behind them, per_adapter LoRA terms for each of the piece's adapters. With dropout the
   // mask belongs to the output of an adapter's terms, so these go through a tile of their own.
-  void multiply_masked(Worker& worker, const Piece& piece, const Term* terms, int base, int per_adapter, int site, int64_t row,
-                       const Chunk& call, int64_t block, int columns, const ReadAhead& ahead) {
-    const int count = call.rows;
+  void multiply_masked(Worker& worker, Step step, const Term* terms, int base, int per_adapter, int site, int64_t row,
+                       const Chunk& call, const ReadAhead& ahead) {
+    const Piece& piece = *step.piece;
     multiply(worker, terms, base + (dropout_ ? 0 : per_adapter * piece.adapters()), base, call, worker.c[0], ahead);
     if (!dropout_) return;
     for (int i = 0; i < piece.adapters(); ++i) {
       multiply(worker, terms + base + i * per_adapter, per_adapter, per_adapter, call, worker.c[1], {});
-      kernels_.dropout(dropout_for(piece.first_adapter + i, site), &routes_.route[size_t(row)], block * kBlock, count, columns,
-                       worker.c[1], kBlock);
-      for (int row_in_tile = 0; row_in_tile < count; ++row_in_tile)
-        for (int col = 0; col < columns; ++col)
-          worker.c[0][row_in_tile * kBlock + col] += worker.c[1][row_in_tile * kBlock + col];
+      for (int64_t n = 0; n < step.count; ++n) {
+        float *const to = worker.c[0] + n * kFewRows * kBlock, *const from = worker.c[1] + n * kFewRows * kBlock;
+        kernels_.dropout(dropout_for(piece.first_adapter + i, site), &routes_.route[size_t(row)], (step.block + n) * kBlock,
+                         call.rows, kBlock, from, kBlock);
+        for (int64_t at = 0; at < call.rows * kBlock; ++at) to[at] += from[at];
+      }
     }
   }
 
   void activations_backward(const Wave& wave, const char* saved, int64_t saved_stride) {
     const int64_t column_blocks = blocks(call_.intermediate), element = size_of(call_.compute);
-    parallel_steps(wave, call_.intermediate, [&](Step step, Step next, Worker& worker) {
+    parallel_steps(wave, call_.intermediate, !call_.down.transposed, [&](Step step, Step next, Worker& worker) {
       const Piece& piece = *step.piece;
-      const int64_t block = step.block;
-      const int columns = block_columns(call_.intermediate, block);
       Term terms[kMaxAdapters + 1];
       terms[0] = term(worker, {dy_, hidden_stride_}, base_block(kBackward, kDown, step));
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-        terms[1 + n - piece.first_adapter] =
-            term(worker, low_rank_rows(v_down_[size_t(n)], n), lora_block(kBackward, n, 4, piece.expert, block));
+        terms[1 + n - piece.first_adapter] = term(worker, low_rank_rows(v_down_[size_t(n)], n),
+                                                  lora_block(kBackward, n, 4, piece.expert, step.block, step.count));
       for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
         const Chunk call = chunk(wave, piece, row);
-        const int count = call.rows;
-        const int64_t inside = call.first;
-        const char* saved_gate = saved + inside * saved_stride + block * kBlock * element;
-        const int64_t at = inside * inter_stride_ + block * kBlock * size_of(kernels_.word_format);
-        ReadAhead ahead{{{saved_gate, saved_stride, count, columns * element},
-                         {saved_gate + call_.intermediate * element, saved_stride, count, columns * element},
-                         {d_gate_ + at, inter_stride_, count, columns * element},
-                         {d_up_ + at, inter_stride_, count, columns * element},
-                         {h_ + at, inter_stride_, count, columns * element},
-                         area(base_block(kBackward, kDown, next), 0)}};
-        multiply_masked(worker, piece, terms, 1, 1, 1, row, call, block, columns, ahead);
-        kernels_.swiglu_backward(worker.c[0], &routes_.weight[size_t(row)], count, columns, saved_gate,
-                                 saved_gate + call_.intermediate * element, saved_stride, d_gate_ + at, d_up_ + at, h_ + at,
-                                 inter_stride_, partial_ + inside * column_blocks + block, column_blocks);
+        const int64_t inside = call.first, bytes = block_columns(call_.intermediate, step.block, step.count) * element;
+        const char* saved_gate = saved + inside * saved_stride + step.block * kBlock * element;
+        const int64_t at = inside * inter_stride_ + step.block * kBlock * size_of(kernels_.word_format);
+        const ReadAhead ahead{{{saved_gate, saved_stride, call.rows, bytes},
+                               {saved_gate + call_.intermediate * element, saved_stride, call.rows, bytes},
+                               {d_gate_ + at, inter_stride_, call.rows, bytes},
+                               {d_up_ + at, inter_stride_, call.rows, bytes},
+                               {h_ + at, inter_stride_, call.rows, bytes},
+                               area(base_block(kBackward, kDown, next), 0)}};
+        multiply_masked(worker, step, terms, 1, 1, 1, row, call, ahead);
+        for (int64_t n = 0; n < step.count; ++n) {
+          const int64_t block = step.block + n, words_at = at + n * kBlock * size_of(kernels_.word_format);
+          const char* const gate = saved_gate + n * kBlock * element;
+          kernels_.swiglu_backward(worker.c[0] + n * kFewRows * kBlock, &routes_.weight[size_t(row)], call.rows,
+                                   block_columns(call_.intermediate, block), gate, gate + call_.intermediate * element,
+                                   saved_stride, d_gate_ + words_at, d_up_ + words_at, h_ + words_at, inter_stride_,
+                                   partial_ + inside * column_blocks + block, column_blocks);
+        }
       }
     });
   }
@@ -197,24 +200,26 @@ class Backward : Layer {
 
   void input_gradient(const Wave& wave, float* sum) {
     const Rows d_gate{d_gate_, inter_stride_}, d_up{d_up_, inter_stride_};
-    parallel_columns(wave, call_.hidden, [&](Step step, Step next, Worker& worker) {
+    const bool wide = !call_.gate.transposed && !call_.up.transposed;
+    parallel_columns(wave, call_.hidden, wide, [&](Step step, Step next, Worker& worker) {
       const Piece& piece = *step.piece;
-      const int columns = block_columns(call_.hidden, step.block);
       Term terms[2 * kMaxAdapters + 2];
       for (const Projection p : {kGate, kUp}) {
         terms[p] = term(worker, p == kGate ? d_gate : d_up, base_block(kBackward, p, step));
         for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
           terms[2 + 2 * (n - piece.first_adapter) + p] =
               term(worker, low_rank_rows((p == kGate ? v_gate_ : v_up_)[size_t(n)], n),
-                   lora_block(kBackward, n, 2 * p, piece.expert, step.block));
+                   lora_block(kBackward, n, 2 * p, piece.expert, step.block, step.count));
       }
       const ReadAhead ahead{{area(base_block(kBackward, kGate, next), 0)}};
       for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
         const Chunk call = chunk(wave, piece, row);
-        const int count = call.rows;
-        multiply_masked(worker, piece, terms, 2, 2, 0, row, call, step.block, columns, ahead);
-        kernels_.scatter_add(worker.c[0], nullptr, count, columns, sum + step.block * kBlock, call_.hidden,
-                             &routes_.token[size_t(row)]);
+        multiply_masked(worker, step, terms, 2, 2, 0, row, call, ahead);
+        for (int64_t n = 0; n < step.count; ++n) {
+          const int64_t block = step.block + n;
+          kernels_.scatter_add(worker.c[0] + n * kFewRows * kBlock, nullptr, call.rows, block_columns(call_.hidden, block),
+                               sum + block * kBlock, call_.hidden, &routes_.token[size_t(row)]);
+        }
       }
     });
   }

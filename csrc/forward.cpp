@@ -71,7 +71,7 @@ class Forward : Layer {
   }
 
   void down(const Wave& wave, Rows h, float* sum) {
-    parallel_columns(wave, call_.hidden, [&](Step step, Step next, Worker& worker) {
+    parallel_columns(wave, call_.hidden, false, [&](Step step, Step next, Worker& worker) {
       const Piece& piece = *step.piece;
       const int columns = block_columns(call_.hidden, step.block);
       Term terms[kMaxAdapters + 1];

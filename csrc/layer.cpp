@@ -116,13 +116,13 @@ Block Layer::base_block(Direction direction, Projection p, Step step) const {
   block.is_rows = (direction == kForward) != m.transposed;
   block.length = input_is_hidden ? call_.hidden : call_.intermediate;
   if (!step.piece) return block;
-  block.columns = block_columns(input_is_hidden ? call_.intermediate : call_.hidden, step.block);
+  block.columns = block_columns(input_is_hidden ? call_.intermediate : call_.hidden, step.block, step.count);
   block.data = reinterpret_cast<const char*>(m.addresses[step.piece->expert]) +
                step.block * kBlock * (block.is_rows ? block.stride : size_of(block.format));
   return block;
 }
 
-Block Layer::lora_block(Direction direction, int adapter, int factor, int64_t expert, int64_t block) const {
+Block Layer::lora_block(Direction direction, int adapter, int factor, int64_t expert, int64_t block, int64_t count) const {
   const Adapter& a = call_.adapters[size_t(adapter)];
   const int64_t rows = factor_rows(adapter, factor), cols = factor_cols(adapter, factor);
   const bool is_rows = direction == kForward;
@@ -132,7 +132,7 @@ Block Layer::lora_block(Direction direction, int adapter, int factor, int64_t ex
           a.format,
           is_rows,
           is_rows ? cols : rows,
-          block_columns(is_rows ? rows : cols, block)};
+          block_columns(is_rows ? rows : cols, block, count)};
 }
 
 Layer::Term Layer::term(Worker& worker, Rows rows, Block block) const {
@@ -142,8 +142,7 @@ Layer::Term Layer::term(Worker& worker, Rows rows, Block block) const {
 }
 
 Layer::Chunk Layer::chunk(const Wave& wave, const Piece& piece, int64_t row) const {
-  return {row - wave.begin, int(std::min(piece.chunk, piece.end - row)), piece.end - piece.begin <= kFewRows,
-          row != piece.begin};
+  return {row - wave.begin, int(std::min(piece.chunk, piece.end - row)), few(piece), row != piece.begin};
 }
 
 ReadAhead::Area Layer::area(const Block& block, int64_t part) const {
@@ -206,7 +205,8 @@ void Layer::add(Worker& worker, const Term& term, const Chunk& chunk, int64_t pa
 
 void Layer::multiply(Worker& worker, const Term* terms, int count, int base, const Chunk& chunk, float* c,
                      const ReadAhead& ahead) const {
-  memset(c, 0, size_t(chunk.rows) * kBlock * sizeof(float));
+  for (int64_t block = 0; block < blocks(terms[0].block.columns); ++block)
+    memset(c + block * kFewRows * kBlock, 0, size_t(chunk.rows) * kBlock * sizeof(float));
   for (int i = 0; i < count; ++i) {
     const int64_t last = chunk.few ? 0 : parts(terms[i].block) - 1;
     for (int64_t part = 0; part <= last; ++part) {
@@ -272,7 +272,7 @@ void Layer::inputs(const Wave& wave, char* x, const std::vector<LowRank>& gate, 
 void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up, char* saved,
                     char* h) {
   const int64_t saved_element = size_of(call_.compute), saved_stride = 2 * call_.intermediate * saved_element;
-  parallel_steps(wave, call_.intermediate, [&](Step step, Step next, Worker& worker) {
+  parallel_steps(wave, call_.intermediate, false, [&](Step step, Step next, Worker& worker) {
     const Piece& piece = *step.piece;
     const int64_t block = step.block;
     const int columns = block_columns(call_.intermediate, block);

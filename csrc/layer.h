@@ -13,7 +13,9 @@ namespace ktft {
 
 inline int64_t size_of(Format format) { return format == kBf16 ? 2 : 4; }
 inline int64_t blocks(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
-inline int block_columns(int64_t columns, int64_t block) { return int(std::min<int64_t>(kBlock, columns - block * kBlock)); }
+inline int block_columns(int64_t columns, int64_t block, int64_t count = 1) {
+  return int(std::min(count * kBlock, columns - block * kBlock));
+}
 
 // The rows of words of a wave, one per sorted position.
 struct Rows {
@@ -29,9 +31,10 @@ struct Piece {  // rows of one expert and one set of adapters: sorted positions 
   int adapters() const { return last_adapter - first_adapter; }
 };
 
-struct Step {  // one block of output columns of one piece
+struct Step {  // one block of output columns of one piece, or some adjacent ones
   const Piece* piece = nullptr;
   int64_t block = 0;
+  int64_t count = 1;
 };
 
 struct Wave {
@@ -46,12 +49,12 @@ struct LowRank {
   char* words = nullptr;    // [wave rows, word_stride]
 };
 
-constexpr int64_t kMaxBlocksPerTask = 4;  // see parallel_columns
+constexpr int64_t kMaxBlocksPerTask = kWideColumns / kBlock;
 
 enum Projection { kGate = 0, kUp = 1, kDown = 2 };
 enum Direction { kForward, kBackward };  // y = x Wᵀ, or dx = dy W
 
-// Up to 64 output columns of one matrix, as stored.
+// Up to 64 output columns of one matrix, as stored; columns of few rows' products may be several blocks.
 struct Block {
   const char* data = nullptr;
   int64_t stride = 0;  // bytes between stored rows
@@ -67,7 +70,7 @@ class Layer {
 
  protected:
   struct Worker {  // scratch of one thread
-    float* c[2];   // C tiles [kChunk][kBlock]
+    float* c[2];   // C tiles [kChunk][kBlock]; for few rows also several, one after the other
     char* panels;  // bump-allocated
     int64_t used;
     char* rows;         // one part of a block as rows of words
@@ -129,32 +132,56 @@ class Layer {
     });
   }
 
+  static bool few(const Piece& piece) { return piece.end - piece.begin <= kFewRows; }
+
+  // A task may own up to kMaxBlocksPerTask adjacent blocks, fewer where threads would be without work. It takes them one by
+  // one, or, if `wide`, all at once for a piece of few rows: longer runs of the same stored rows.
+  int64_t blocks_per_task(int64_t all_blocks) const {
+    return std::max<int64_t>(1, std::min(kMaxBlocksPerTask, all_blocks / (4 * call_.threads)));
+  }
+  static Step step_at(const Piece& piece, int64_t block, int64_t end, bool wide) {
+    return {&piece, block, wide && few(piece) ? end - block : 1};
+  }
   // f(step, the thread's probable next step, worker) for all blocks of the wave's pieces, independent of each other.
   template <class Function>
-  void parallel_steps(const Wave& wave, int64_t columns, Function f) {
-    const int64_t per_piece = blocks(columns), tasks = int64_t(wave.pieces.size()) * per_piece;
-    const auto step = [&](int64_t task) {
-      return task < tasks ? Step{&wave.pieces[size_t(task / per_piece)], task % per_piece} : Step{};
+  void parallel_steps(const Wave& wave, int64_t columns, bool wide, Function f) {
+    const int64_t count = blocks(columns), pieces = int64_t(wave.pieces.size());
+    wide = wide && std::all_of(wave.pieces.begin(), wave.pieces.end(), few);
+    const int64_t per_task = wide ? std::min(count, blocks_per_task(count * pieces)) : 1;
+    const int64_t per_piece = (count + per_task - 1) / per_task, tasks = pieces * per_piece;
+    const auto end_of = [&](int64_t task) { return std::min(count, (task % per_piece + 1) * per_task); };
+    const auto first = [&](int64_t task) {
+      if (task >= tasks) return Step{};
+      return step_at(wave.pieces[size_t(task / per_piece)], task % per_piece * per_task, end_of(task), wide);
     };
-    parallel(tasks, [&](int64_t task, Worker& worker) { f(step(task), step(task + call_.threads), worker); });
+    parallel(tasks, [&](int64_t task, Worker& worker) {
+      const int64_t end = end_of(task);
+      for (Step step = first(task); step.block < end;) {
+        const int64_t block = step.block + step.count;
+        const Step next = block < end ? step_at(*step.piece, block, end, wide) : first(task + call_.threads);
+        worker.used = 0;
+        f(step, next, worker);
+        step = block < end ? next : Step{nullptr, end, 1};
+      }
+    });
   }
-  // The same, but one task owns some adjacent blocks and walks the pieces in order: a sum over a token's experts then has a
-  // fixed order and needs neither atomics nor a buffer per route. All its blocks take their turn at one piece, so that the
-  // piece's rows come from memory once per task.
+  // The same, but a task walks all pieces in order: a sum over a token's experts then has a fixed order and needs neither
+  // atomics nor a buffer per route. All its blocks take their turn at one piece, so that the piece's rows come from memory once
+  // per task.
   template <class Function>
-  void parallel_columns(const Wave& wave, int64_t columns, Function f) {
-    const int64_t count = blocks(columns);
-    const int64_t per_task = std::max<int64_t>(1, std::min(kMaxBlocksPerTask, count / (4 * call_.threads)));
+  void parallel_columns(const Wave& wave, int64_t columns, bool wide, Function f) {
+    const int64_t count = blocks(columns), per_task = blocks_per_task(count);
     parallel((count + per_task - 1) / per_task, [&](int64_t task, Worker& worker) {
       const int64_t first = task * per_task, end = std::min(count, first + per_task);
       for (size_t i = 0; i < wave.pieces.size(); ++i) {
-        for (int64_t block = first; block < end; ++block) {
-          const Piece* const piece = &wave.pieces[i];
-          const Step next = block + 1 < end              ? Step{piece, block + 1}
-                            : i + 1 < wave.pieces.size() ? Step{piece + 1, first}
+        for (int64_t block = first; block < end;) {
+          const Step step = step_at(wave.pieces[i], block, end, wide);
+          block += step.count;
+          const Step next = block < end                  ? step_at(wave.pieces[i], block, end, wide)
+                            : i + 1 < wave.pieces.size() ? step_at(wave.pieces[i + 1], first, end, wide)
                                                          : Step{};
           worker.used = 0;
-          f(Step{piece, block}, next, worker);
+          f(step, next, worker);
         }
       }
     });
@@ -163,7 +190,7 @@ class Layer {
   const Matrices& matrices(Projection p) const { return p == kGate ? call_.gate : p == kUp ? call_.up : call_.down; }
   Block base_block(Direction direction, Projection p, Step step) const;
   // factor: 0 .. 5 as in Adapter::factors.
-  Block lora_block(Direction direction, int adapter, int factor, int64_t expert, int64_t block) const;
+  Block lora_block(Direction direction, int adapter, int factor, int64_t expert, int64_t block, int64_t count = 1) const;
   Term term(Worker& worker, Rows rows, Block block) const;
   Chunk chunk(const Wave& wave, const Piece& piece, int64_t row) const;
 

@@ -255,56 +255,69 @@ void multiply_panel(const Operands& x, int rows, int cols, float* c, const ReadA
 
 // --- columns: stored elements, two rows made into words in registers
 
+// Words of a reduction that a tile takes before the next columns have their turn at the same rows: runs of all the columns are
+// read from memory, and sums wait in L1.
+constexpr int64_t kTurn = 16;
+
+// sums [kRows][kWideColumns] += words [begin, end) of the reduction
 template <class Mode, int kRows>
-inline void columns_tile(const Operands& x, int row, int col, int cols, float* c) {
+inline void columns_tile(const Operands& x, int64_t begin, int64_t end, int row, int col, int cols, float* sums) {
   constexpr int kVecs = Vec::kPanelVecs, kGroup = Mode::Dot::kGroup;
-  const int64_t words = words_of<Mode>(x);
   const int size = size_of(x.format);
-  const char *a = x.a + row * x.a_stride, *b = x.b + col * size;
-  for (int64_t part = 0; part < words; part += kPartWords) {
-    const int64_t end = words - part < kPartWords ? words : part + kPartWords;
-    Vec::F acc[kRows][kVecs];
+  const char *a = x.a + row * x.a_stride, *b = x.b + begin * kGroup * x.b_stride + col * size;
+  Vec::F acc[kRows][kVecs];
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i)
+  for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-      for (int j = 0; j < kVecs; ++j) acc[i][j] = Vec::zero();
-    for (int64_t k = part; k < end; ++k, b += kGroup * x.b_stride) {
-      if (row == 0) {
-        for (int i = 0; i < kGroup; ++i)
-          for (int byte = 0; byte < kVecs * Vec::kLanes * size; byte += 64)
-            __builtin_prefetch(b + (kRowsAhead + i) * x.b_stride + byte, 0, 3);
+    for (int j = 0; j < kVecs; ++j) acc[i][j] = Vec::load(sums + i * kWideColumns + j * Vec::kLanes);
+  for (int64_t k = begin; k < end; ++k, b += kGroup * x.b_stride) {
+    if (row == 0) {
+      for (int i = 0; i < kGroup; ++i) {
+        const char* const ahead = b + (kRowsAhead + i) * x.b_stride;
+        for (int byte = 0; byte < kVecs * Vec::kLanes * size; byte += 64) __builtin_prefetch(ahead + byte, 0, 3);
       }
-      Vec::W vectors[kVecs];
+    }
+    Vec::W words[kVecs];
 #pragma GCC unroll 4
-      for (int j = 0; j < kVecs; ++j) {
-        const int lanes = cols - j * Vec::kLanes;
-        vectors[j] = lanes <= 0 ? Vec::words(Vec::zero())
-                                : column_words<Mode>(x.format, b + j * Vec::kLanes * size, x.b_stride,
-                                                     (k + 1) * kGroup <= x.length, lanes < Vec::kLanes ? lanes : Vec::kLanes);
-      }
-#pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) {
-        const Vec::W y = Vec::broadcast(a + i * x.a_stride + 4 * k);
-#pragma GCC unroll 4
-        for (int j = 0; j < kVecs; ++j) acc[i][j] = Mode::Dot::dot(acc[i][j], y, vectors[j]);
-      }
+    for (int j = 0; j < kVecs; ++j) {
+      const int lanes = cols - j * Vec::kLanes;
+      words[j] = lanes <= 0 ? Vec::words(Vec::zero())
+                            : column_words<Mode>(x.format, b + j * Vec::kLanes * size, x.b_stride, (k + 1) * kGroup <= x.length,
+                                                 lanes < Vec::kLanes ? lanes : Vec::kLanes);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
-      float* out = c + ptrdiff_t(row + i) * kBlock + col;
+      const Vec::W y = Vec::broadcast(a + i * x.a_stride + 4 * k);
 #pragma GCC unroll 4
-      for (int j = 0; j < kVecs; ++j) {
-        if (j * Vec::kLanes >= cols) break;
-        Vec::store(out + j * Vec::kLanes, Vec::add(Vec::load(out + j * Vec::kLanes), acc[i][j]));
-      }
+      for (int j = 0; j < kVecs; ++j) acc[i][j] = Mode::Dot::dot(acc[i][j], y, words[j]);
     }
   }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRows; ++i)
+#pragma GCC unroll 4
+    for (int j = 0; j < kVecs; ++j) Vec::store(sums + i * kWideColumns + j * Vec::kLanes, acc[i][j]);
 }
 
 template <class Mode>
 void multiply_columns(const Operands& x, int rows, int cols, float* c, const ReadAhead&) {
-  for_rows<Vec::kPanelRows>(rows, [&](auto step, int row) {
-    for (int col = 0; col < cols; col += Vec::kPanelVecs * Vec::kLanes)
-      columns_tile<Mode, step.value>(x, row, col, cols - col, c);
-  });
+  constexpr int kCols = Vec::kPanelVecs * Vec::kLanes;
+  const int64_t words = words_of<Mode>(x);
+  alignas(64) float sums[kFewRows * kWideColumns];
+  for (int64_t part = 0; part < words; part += kPartWords) {
+    const int64_t part_end = words - part < kPartWords ? words : part + kPartWords;
+    __builtin_memset(sums, 0, size_t(rows) * sizeof(float) * kWideColumns);
+    for (int64_t begin = part; begin < part_end; begin += kTurn) {
+      const int64_t end = part_end - begin < kTurn ? part_end : begin + kTurn;
+      for (int col = 0; col < cols; col += kCols)
+        for_rows<Vec::kPanelRows>(rows, [&](auto step, int row) {
+          columns_tile<Mode, step.value>(x, begin, end, row, col, cols - col, sums + row * kWideColumns + col);
+        });
+    }
+    for (int row = 0; row < rows; ++row)
+      for (int col = 0; col < cols; col += kBlock)
+        for (int i = 0; i < kBlock; i += Vec::kLanes) {
+          float* const out = c + (col / kBlock * kFewRows + row) * kBlock + i;
+          Vec::store(out, Vec::add(Vec::load(out), Vec::load(sums + row * kWideColumns + col + i)));
+        }
+  }
 }

@@ -55,6 +55,8 @@ struct Dropout {  // see ktft/reference.py: dropout_mask
 
 // Rows of A up to which B is read where it lies.
 constexpr int kFewRows = 16;
+// Columns of a product of columns; each 64 of them go to a C tile of their own, [kFewRows][kBlock] floats after the one before.
+constexpr int kWideColumns = 256;
 
 // One ISA level and compute dtype. C tiles are float [rows <= kChunk][kBlock]; `cols` <= kBlock.
 struct Kernels {
