@@ -36,6 +36,8 @@ CASES = {
     "rank 255 per token": Case(2, 1, 40, 23, 0, 17, adapters=2, ranks=(255, 8), per_token=True, seed=16),
     "an expert twice": Case(3, 3, 24, 40, 8, 150, duplicates=True, seed=17),
     "twice, dropout": Case(2, 2, 33, 40, 8, 150, duplicates=True, dropout=0.4, seed=18),
+    "several parts, few rows": Case(2, 1, 2085, 1043, 8, 9, seed=19),
+    "several parts, many rows": Case(2, 1, 1101, 70, 3, 60, seed=20),
 }
 
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from ktft import ops
 from ktft import weights as expert_weights
 from ktft.weights import ExpertWeights, lora_shapes
+from tests.layer_truth import Case
 from tests.test_kernels import CASES, DTYPES, LEVELS, run, weights_of
 
 
@@ -84,6 +85,25 @@ def test_a_row_alone_and_among_300(isa: str, dtype: torch.dtype, transposed: boo
                 and torch.equal(d_x_1[0], d_x[row])
                 and torch.equal(d_route_1[0], d_route[row])
             )
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("isa", LEVELS)
+def test_the_number_of_rows_does_not_change_bits(isa: str, dtype: torch.dtype, transposed: bool) -> None:
+    """Up to 16 rows of an expert the weights are read where they lie, beyond that through panels; 192 rows are one
+    tile, 193 two. The reductions (1101 and 330) are several parts long and end in the middle of a vector."""
+    inputs = Case(1, 1, 1101, 330, 5, 400, seed=30).build(dtype)
+    weights = weights_of(inputs, transposed=transposed)
+    with ops.override(isa=isa):
+        out, d_x, d_route, *_ = run(inputs, weights)
+        for rows in (1, 2, 3, 5, 7, 15, 16, 17, 191, 192, 193):
+            fewer = copy.copy(inputs)
+            for field in ("x", "grad", "index", "route_weights"):
+                setattr(fewer, field, getattr(inputs, field)[:rows])
+            out_n, d_x_n, d_route_n, *_ = run(fewer, weights)
+            assert torch.equal(out_n, out[:rows]), rows
+            assert torch.equal(d_x_n, d_x[:rows]) and torch.equal(d_route_n, d_route[:rows]), rows
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
