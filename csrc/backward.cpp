@@ -148,12 +148,14 @@ class Backward : Layer {
         const int64_t inside = call.first, bytes = block_columns(call_.intermediate, step.block, step.count) * element;
         const char* saved_gate = saved + inside * saved_stride + step.block * kBlock * element;
         const int64_t at = inside * inter_stride_ + step.block * kBlock * size_of(kernels_.word_format);
-        const ReadAhead ahead{{{saved_gate, saved_stride, call.rows, bytes},
-                               {saved_gate + call_.intermediate * element, saved_stride, call.rows, bytes},
-                               {d_gate_ + at, inter_stride_, call.rows, bytes},
-                               {d_up_ + at, inter_stride_, call.rows, bytes},
-                               {h_ + at, inter_stride_, call.rows, bytes},
-                               area(base_block(kBackward, kDown, next), 0)}};
+        const ReadAhead ahead{{
+            area(base_block(kBackward, kDown, next), 0),
+            {saved_gate, saved_stride, call.rows, bytes},
+            {saved_gate + call_.intermediate * element, saved_stride, call.rows, bytes},
+            {d_gate_ + at, inter_stride_, call.rows, bytes},
+            {d_up_ + at, inter_stride_, call.rows, bytes},
+            {h_ + at, inter_stride_, call.rows, bytes},
+        }};
         multiply_masked(worker, step, terms, 1, 1, 1, row, call, ahead);
         for (int64_t n = 0; n < step.count; ++n) {
           const int64_t block = step.block + n, words_at = at + n * kBlock * size_of(kernels_.word_format);

@@ -9,6 +9,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
 
 namespace ktft {
 
@@ -119,10 +120,10 @@ void Pool::run_job(int threads, int64_t tasks, Task task, void* context) {
     work(0);
   } else {
     // Latecomers of the last job may be inside for an instant, until they see that it is closed.
-    uint64_t idle = state_.load(std::memory_order_relaxed);
-    uint64_t opened;
+    uint64_t idle, opened;
     do {
-      idle &= ~kInside;
+      const auto left = [&] { return ((idle = state_.load(std::memory_order_relaxed)) & kInside) == 0; };
+      while (!spin_until(left)) std::this_thread::yield();
       opened = (job_number(idle) + 1) << 32 | uint64_t(threads) << 16;
     } while (!state_.compare_exchange_weak(idle, opened));
     if (sleepers_.load() > 0) {
@@ -135,7 +136,7 @@ void Pool::run_job(int threads, int64_t tasks, Task task, void* context) {
     state_.fetch_or(kClosed);
     while (!spin_until([&] { return (state_.load(std::memory_order_acquire) & kInside) == 0; })) std::this_thread::yield();
   }
-  if (error_) std::rethrow_exception(error_);
+  if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
 void Pool::worker_loop(int index, uint64_t seen) {

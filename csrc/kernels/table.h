@@ -1,4 +1,4 @@
-// The contract between the expert layer (moe.cpp), which knows no ISA, and the kernels, which know no experts.
+// The contract between the expert layer (layer, forward, backward), which knows no ISA, and the kernels, which know no experts.
 //
 // A *word* is 32 bits of a row along the reduction: one fp32, or two neighbouring bf16 (`group` elements). Activations A live
 // in rows of words. Weights B are read in one of four layouts:
