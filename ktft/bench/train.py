@@ -125,7 +125,10 @@ def _rounds(jobs: dict[str, Job], rounds: int, samples: Samples, report: Report)
         for name in names if turn % 2 == 0 else reversed(names):
             samples.take()
             report.note(f"round {turn + 1} of {rounds}: {name} …")
-            results[name].append(_process(jobs[name]))
+            result = _process(jobs[name])
+            # Now, not only in the records at the end: the next side may take many minutes.
+            report.note(f"  {name}: {result['tok_s']:.1f} tokens/s, peak {result['peak_rss_gb']:.2f} GB resident")
+            results[name].append(result)
         names = _sides(results)
     return results
 
