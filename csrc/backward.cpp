@@ -23,8 +23,8 @@ class Backward : Layer {
     int64_t rank_bytes = 0;
     for (const Adapter& adapter : call_.adapters) rank_bytes += (8 * adapter.rank + 6 * words(adapter.rank)) * 4;
     const int64_t saved_stride = 2 * call_.intermediate * size_of(call_.compute);
-    needs_x_ = recompute_;
-    for (int n = 0; n < adapters(); ++n) needs_x_ = needs_x_ || wants_factors(n);
+    for (int n = 0; n < adapters(); ++n) wants_lora_ = wants_lora_ || wants_factors(n);
+    needs_x_ = recompute_ || wants_lora_;
     cut_waves((needs_x_ ? 2 : 1) * hidden_stride_ + 3 * inter_stride_ + (recompute_ ? saved_stride : 0) + rank_bytes);
     allocate();
     reserve();
@@ -48,7 +48,7 @@ class Backward : Layer {
       activations_backward(wave, wave_saved, saved_stride);
       middle(wave);
       if (gradients_.x) input_gradient(wave, sum);
-      factor_gradients(wave);
+      if (wants_lora_) factor_gradients(wave);
     }
     if (gradients_.x && call_.compute != kFp32) {
       parallel((call_.tokens + kChunk - 1) / kChunk, [&](int64_t task, Worker&) {
@@ -61,7 +61,7 @@ class Backward : Layer {
 
  private:
   const Gradients& gradients_;
-  bool recompute_ = false, needs_x_ = false;
+  bool recompute_ = false, wants_lora_ = false, needs_x_ = false;
   float *sum_, *partial_;
   char *x_, *dy_, *saved_copy_, *h_, *d_gate_, *d_up_;
   // u = s drop(input) Aᵀ as in forward; v = s dY Bd, and s d gate Bg, s d up Bu.
@@ -266,9 +266,6 @@ class Backward : Layer {
   }
 
   void factor_gradients(const Wave& wave) {
-    bool wanted = false;
-    for (int n = 0; n < adapters(); ++n) wanted = wanted || wants_factors(n);
-    if (!wanted) return;
     const int64_t hidden_blocks = blocks(call_.hidden), inter_blocks = blocks(call_.intermediate);
     constexpr int64_t kPerTask = 4;  // adjacent blocks: while one is read, the next comes into L1
     const int64_t hidden_tasks = (hidden_blocks + kPerTask - 1) / kPerTask,

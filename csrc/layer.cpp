@@ -10,8 +10,9 @@ namespace ktft {
 
 namespace {
 
-// Scratch for one wave's rows, per thread. Larger waves mean fewer barriers; at 24 MiB a wave of Qwen3-30B's shape holds
-// thousands of rows per thread, so barriers and uneven last tasks cost well under a percent.
+// Scratch for one wave's rows, per thread. Larger waves mean fewer barriers, smaller ones stay in L3 from phase to phase.
+// Forward and backward at 2048 tokens of Qwen3-30B's shape, two threads, Zen 5, 2, 4, 8, 12 and 24 MiB: 512, 491, 499, 505 and
+// 502 ms.
 constexpr int64_t kWaveBytesPerThread = 4 << 20;
 constexpr int64_t kMinWaveRows = 256;
 

@@ -78,6 +78,14 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
+def _add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        metavar="DEVICE",
+        help="where all but the experts runs: cpu, cuda, … (default: CUDA if there is a GPU)",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -85,11 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("model", metavar="MODEL", help="directory or hub id of the base model")
     model.add_argument("--adapter", metavar="DIR", help="a LoRA adapter to put on it")
-    model.add_argument(
-        "--device",
-        metavar="DEVICE",
-        help="where all but the experts runs: cpu, cuda, … (default: CUDA if there is a GPU)",
-    )
+    _add_device(model)
     model.add_argument(
         "--max-new-tokens", metavar="N", type=_positive, default=512, help="longest answer (default %(default)s)"
     )
@@ -229,11 +233,7 @@ def _add_bench(bench: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     decode = add("decode", "reading a prompt and writing an answer, tokens a second")
     decode.add_argument("model", metavar="MODEL", help="directory or hub id of the base model")
     decode.add_argument("--adapter", metavar="DIR", help="measure with this LoRA adapter as well")
-    decode.add_argument(
-        "--device",
-        metavar="DEVICE",
-        help="where all but the experts runs: cpu, cuda, … (default: CUDA if there is a GPU)",
-    )
+    _add_device(decode)
     decode.add_argument(
         "--prompt", metavar="N", type=_positive, default=512, help="tokens read at once (default %(default)s)"
     )

@@ -25,6 +25,7 @@ from ktft.adapters import get_peft_model
 from ktft.bench import decode, experts, layer, machine, memory, train, train_side
 from ktft.bench.report import COLUMNS, Report
 from ktft.weights import FORMATS
+from tests.tiny_adapter import random_adapter
 from tests.tiny_chat import tiny_chat_model
 from tests.tiny_models import tiny_checkpoint, tiny_model
 
@@ -360,16 +361,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LoraConfig(r=8, target_modules=["q_proj", "experts"], task_type="CAUSAL_LM")
-    model = get_peft_model(ktft.load_model(base), config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.5)
-    path = tmp_path_factory.mktemp("adapter")
-    model.save_pretrained(path)
-    return path
+    return random_adapter(base, tmp_path_factory.mktemp("adapter"), rank=8)
 
 
 def test_decode(base: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:

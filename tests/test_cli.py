@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
 from transformers import AutoTokenizer
 
 import ktft
 from ktft import chat as chat_module
 from ktft import cli
-from ktft.adapters import get_peft_model
+from tests.tiny_adapter import random_adapter
 from tests.tiny_chat import CHATML, chat, tiny_chat_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -27,18 +26,7 @@ COMMANDS = ("train", "chat", "generate", "doctor", "version", "bench")
 
 @pytest.fixture(scope="module")
 def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter that changes answers: random B."""
-    torch.manual_seed(0)
-    model = get_peft_model(
-        ktft.load_model(base), LoraConfig(r=4, target_modules=["q_proj", "experts"], task_type="CAUSAL_LM")
-    )
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(0, 0.5)
-    path = tmp_path_factory.mktemp("adapter")
-    model.save_pretrained(path)
-    return path
+    return random_adapter(base, tmp_path_factory.mktemp("adapter"), rank=4)
 
 
 def expected_answer(base: Path, messages: list[dict[str, str]], count: int) -> str:

@@ -94,17 +94,27 @@ void decode_panel(Format format, const char* source, ptrdiff_t stride, int64_t r
 // Phases of a phased panel: one for each quarter of a vector in the product of rows.
 constexpr int kPhases = Vec::kLanes / 4;
 
+// The words of one phase: `groups` groups of four and `rest` more, from word `first` of the panel; in A the groups lie `step`
+// bytes apart from byte `offset`.
+struct Phase {
+  int64_t first, groups;
+  int rest;
+  ptrdiff_t offset, step;
+};
+
+inline Phase phase_of(int64_t words, int phases, int phase) {
+  const int64_t group = 4 * phases, full = words / group, tail = words % group;
+  const int64_t before = tail < 4 * phase ? tail : 4 * phase, rest = tail - before < 4 ? tail - before : 4;
+  return {4 * full * phase + before, full, int(rest), 16 * phase, 4 * ptrdiff_t(group)};
+}
+
 inline void decode_phased(const char* rows, ptrdiff_t stride, int64_t words, int cols, char* panel) {
-  const int64_t full = words / Vec::kLanes, tail = words % Vec::kLanes;
+  const int64_t full = words / Vec::kLanes;
+  int64_t first[kPhases];
+  for (int phase = 0; phase < kPhases; ++phase) first[phase] = phase_of(words, kPhases, phase).first;
   if (cols < kBlock) __builtin_memset(panel, 0, size_t(words) * 4 * kBlock);
   for (int col = 0; col < cols; col += Vec::kLanes, rows += Vec::kLanes * stride) {
     const int columns = cols - col < Vec::kLanes ? cols - col : Vec::kLanes;
-    const auto place = [&](int64_t group, const Vec::W* transposed, int64_t count) {
-      for (int64_t k = 0; k < count; ++k) {
-        const int64_t phase = k / 4, before = tail < 4 * phase ? tail : 4 * phase;
-        Vec::store_words(panel + 4 * ((4 * full * phase + before + 4 * group + k % 4) * kBlock + col), transposed[k]);
-      }
-    };
     Vec::W transposed[Vec::kLanes];
     int64_t group = 0;
     if (columns == Vec::kLanes) {
@@ -112,8 +122,7 @@ inline void decode_phased(const char* rows, ptrdiff_t stride, int64_t words, int
         Vec::transpose(rows + 4 * Vec::kLanes * group, stride, transposed);
 #pragma GCC unroll 4
         for (int phase = 0; phase < kPhases; ++phase) {
-          const int64_t before = tail < 4 * phase ? tail : 4 * phase;
-          char* out = panel + 4 * ((4 * full * phase + before + 4 * group) * kBlock + col);
+          char* out = panel + 4 * ((first[phase] + 4 * group) * kBlock + col);
 #pragma GCC unroll 4
           for (int k = 0; k < 4; ++k) Vec::store_words(out + 4 * k * kBlock, transposed[4 * phase + k]);
         }
@@ -125,7 +134,8 @@ inline void decode_phased(const char* rows, ptrdiff_t stride, int64_t words, int
       for (int i = 0; i < columns; ++i)
         __builtin_memcpy(block + 4 * Vec::kLanes * i, rows + i * stride + 4 * Vec::kLanes * group, size_t(4 * count));
       Vec::transpose(block, 4 * Vec::kLanes, transposed);
-      place(group, transposed, count);
+      for (int64_t k = 0; k < count; ++k)
+        Vec::store_words(panel + 4 * ((first[k / 4] + 4 * group + k % 4) * kBlock + col), transposed[k]);
     }
   }
 }

@@ -172,20 +172,6 @@ void multiply_rows(const Operands& x, int rows, int cols, float* c, const ReadAh
 
 // --- panels
 
-// The words of one phase: `groups` groups of four and `rest` more, from word `first` of the panel; in A the groups lie `step`
-// bytes apart from byte `offset`.
-struct Phase {
-  int64_t first, groups;
-  int rest;
-  ptrdiff_t offset, step;
-};
-
-inline Phase phase_of(int64_t words, int phases, int phase) {
-  const int64_t group = 4 * phases, full = words / group, tail = words % group;
-  const int64_t before = tail < 4 * phase ? tail : 4 * phase, rest = tail - before < 4 ? tail - before : 4;
-  return {4 * full * phase + before, full, int(rest), 16 * phase, 4 * ptrdiff_t(group)};
-}
-
 constexpr int64_t kAheadStep = 8;  // groups of four words between two steps of read-ahead
 
 template <class Mode, int kRows, int kVecs>

@@ -60,9 +60,8 @@ constexpr int kWideColumns = 256;
 
 // One ISA level and compute dtype. C tiles are float [rows <= kChunk][kBlock]; `cols` <= kBlock.
 struct Kernels {
-  int group;            // elements per word: 2 where bf16 pairs are multiplied directly, else 1
-  Format word_format;   // format of the elements inside words: bf16 if group is 2, else fp32
-  Format saved_format;  // the compute dtype: what gate and up are rounded to and saved as
+  int group;           // elements per word: 2 where bf16 pairs are multiplied directly, else 1
+  Format word_format;  // format of the elements inside words: bf16 if group is 2, else fp32
 
   using Product = void(const Operands& operands, int rows, int cols, float* c, const ReadAhead& ahead);
   Product *multiply_rows, *multiply_phased, *multiply_columns, *multiply_panel;

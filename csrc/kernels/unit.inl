@@ -20,7 +20,6 @@ constexpr Kernels make_kernels() {
   return Kernels{
       Mode::Dot::kGroup,
       Mode::kWord,
-      Mode::kCompute,
       multiply_rows<Mode>,
       multiply_panel<Mode, kPhases>,
       multiply_columns<Mode>,
