@@ -118,13 +118,16 @@ class Backward : Layer {
 
   // c[0] of a product of base terms and, behind them, per_adapter LoRA terms for each of the piece's adapters. With dropout the
   // mask belongs to the output of an adapter's terms, so these go through a tile of their own.
-  void multiply_masked(Worker& worker, Step step, const Term* terms, int base, int per_adapter, int site, int64_t row,
-                       const Chunk& call, const ReadAhead& ahead) {
+  void multiply_masked(Worker& worker, Step step, const Term* terms, const Base& base, const Base& after, int per_adapter,
+                       int site, int64_t row, const Chunk& call, const std::vector<Ahead::Area>& areas = {}) {
     const Piece& piece = *step.piece;
-    multiply(worker, terms, base + (dropout_ ? 0 : per_adapter * piece.adapters()), base, call, worker.c[0], ahead);
+    multiply(worker, terms, base.count + (dropout_ ? 0 : per_adapter * piece.adapters()), base,
+             row + piece.chunk < piece.end ? base : after, call, worker.c[0], areas);
     if (!dropout_) return;
     for (int i = 0; i < piece.adapters(); ++i) {
-      multiply(worker, terms + base + i * per_adapter, per_adapter, per_adapter, call, worker.c[1], {});
+      const Term* const lora = terms + base.count + i * per_adapter;
+      clear(call, lora[0].block.columns, worker.c[1]);
+      for (int n = 0; n < per_adapter; ++n) add_lora(worker, lora[n], call, worker.c[1]);
       for (int64_t n = 0; n < step.count; ++n) {
         float *const to = worker.c[0] + n * kFewRows * kBlock, *const from = worker.c[1] + n * kFewRows * kBlock;
         kernels_.dropout(dropout_for(piece.first_adapter + i, site), &routes_.route[size_t(row)], (step.block + n) * kBlock,
@@ -138,25 +141,22 @@ class Backward : Layer {
     const int64_t column_blocks = blocks(call_.intermediate), element = size_of(call_.compute);
     parallel_steps(wave, call_.intermediate, !call_.down.transposed, [&](Step step, Step next, Worker& worker) {
       const Piece& piece = *step.piece;
-      Term terms[kMaxAdapters + 1];
-      terms[0] = term(worker, {dy_, hidden_stride_}, base_block(kBackward, kDown, step));
+      const Base base = this->base(kBackward, {kDown}, step), after = this->base(kBackward, {kDown}, next);
+      Term terms[kMaxAdapters + 1] = {{{dy_, hidden_stride_}, base.blocks[0]}};
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-        terms[1 + n - piece.first_adapter] = term(worker, low_rank_rows(v_down_[size_t(n)], n),
-                                                  lora_block(kBackward, n, 4, piece.expert, step.block, step.count));
+        terms[1 + n - piece.first_adapter] = {low_rank_rows(v_down_[size_t(n)], n),
+                                              lora_block(kBackward, n, 4, piece.expert, step.block, step.count)};
       for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
         const Chunk call = chunk(wave, piece, row);
         const int64_t inside = call.first, bytes = block_columns(call_.intermediate, step.block, step.count) * element;
         const char* saved_gate = saved + inside * saved_stride + step.block * kBlock * element;
         const int64_t at = inside * inter_stride_ + step.block * kBlock * size_of(kernels_.word_format);
-        const ReadAhead ahead{{
-            area(base_block(kBackward, kDown, next), 0),
-            {saved_gate, saved_stride, call.rows, bytes},
-            {saved_gate + call_.intermediate * element, saved_stride, call.rows, bytes},
-            {d_gate_ + at, inter_stride_, call.rows, bytes},
-            {d_up_ + at, inter_stride_, call.rows, bytes},
-            {h_ + at, inter_stride_, call.rows, bytes},
-        }};
-        multiply_masked(worker, step, terms, 1, 1, 1, row, call, ahead);
+        multiply_masked(worker, step, terms, base, after, 1, 1, row, call,
+                        {{saved_gate, saved_stride, call.rows, bytes},
+                         {saved_gate + call_.intermediate * element, saved_stride, call.rows, bytes},
+                         {d_gate_ + at, inter_stride_, call.rows, bytes},
+                         {d_up_ + at, inter_stride_, call.rows, bytes},
+                         {h_ + at, inter_stride_, call.rows, bytes}});
         for (int64_t n = 0; n < step.count; ++n) {
           const int64_t block = step.block + n, words_at = at + n * kBlock * size_of(kernels_.word_format);
           const char* const gate = saved_gate + n * kBlock * element;
@@ -205,18 +205,18 @@ class Backward : Layer {
     const bool wide = !call_.gate.transposed && !call_.up.transposed;
     parallel_columns(wave, call_.hidden, wide, [&](Step step, Step next, Worker& worker) {
       const Piece& piece = *step.piece;
+      const Base base = this->base(kBackward, {kGate, kUp}, step), after = this->base(kBackward, {kGate, kUp}, next);
       Term terms[2 * kMaxAdapters + 2];
       for (const Projection p : {kGate, kUp}) {
-        terms[p] = term(worker, p == kGate ? d_gate : d_up, base_block(kBackward, p, step));
+        terms[p] = {p == kGate ? d_gate : d_up, base.blocks[p]};
         for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-          terms[2 + 2 * (n - piece.first_adapter) + p] =
-              term(worker, low_rank_rows((p == kGate ? v_gate_ : v_up_)[size_t(n)], n),
-                   lora_block(kBackward, n, 2 * p, piece.expert, step.block, step.count));
+          terms[2 + 2 * (n - piece.first_adapter) + p] = {
+              low_rank_rows((p == kGate ? v_gate_ : v_up_)[size_t(n)], n),
+              lora_block(kBackward, n, 2 * p, piece.expert, step.block, step.count)};
       }
-      const ReadAhead ahead{{area(base_block(kBackward, kGate, next), 0)}};
       for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
         const Chunk call = chunk(wave, piece, row);
-        multiply_masked(worker, step, terms, 2, 2, 0, row, call, ahead);
+        multiply_masked(worker, step, terms, base, after, 2, 0, row, call);
         for (int64_t n = 0; n < step.count; ++n) {
           const int64_t block = step.block + n;
           kernels_.scatter_add(worker.c[0] + n * kFewRows * kBlock, nullptr, call.rows, block_columns(call_.hidden, block),

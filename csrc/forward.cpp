@@ -74,16 +74,15 @@ class Forward : Layer {
     parallel_columns(wave, call_.hidden, false, [&](Step step, Step next, Worker& worker) {
       const Piece& piece = *step.piece;
       const int columns = block_columns(call_.hidden, step.block);
-      Term terms[kMaxAdapters + 1];
-      terms[0] = term(worker, h, base_block(kForward, kDown, step));
+      const Base base = this->base(kForward, {kDown}, step), after = this->base(kForward, {kDown}, next);
+      Term terms[kMaxAdapters + 1] = {{h, base.blocks[0]}};
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-        terms[1 + n - piece.first_adapter] =
-            term(worker, low_rank_rows(down_[size_t(n)], n), lora_block(kForward, n, 5, piece.expert, step.block));
-      const ReadAhead ahead{{area(base_block(kForward, kDown, next), 0)}};
+        terms[1 + n - piece.first_adapter] = {low_rank_rows(down_[size_t(n)], n),
+                                              lora_block(kForward, n, 5, piece.expert, step.block)};
       for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
         const Chunk call = chunk(wave, piece, row);
         const int count = call.rows;
-        multiply(worker, terms, piece.adapters() + 1, 1, call, worker.c[0], ahead);
+        multiply(worker, terms, piece.adapters() + 1, base, row + piece.chunk < piece.end ? base : after, call, worker.c[0]);
         kernels_.scatter_add(worker.c[0], &routes_.weight[size_t(row)], count, columns, sum + step.block * kBlock, call_.hidden,
                              &routes_.token[size_t(row)]);
       }

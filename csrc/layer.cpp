@@ -73,17 +73,15 @@ void Layer::cut_waves(int64_t bytes_per_row) {
 
 void Layer::take_workers() {
   const int64_t widest = words(std::max(call_.hidden, call_.intermediate));
-  int64_t rank = 0, rank_words = 0;
-  for (const Adapter& adapter : call_.adapters) {
-    rank = std::max(rank, adapter.rank);
-    rank_words += words(adapter.rank);
-  }
+  int64_t rank = 0;
+  for (const Adapter& adapter : call_.adapters) rank = std::max(rank, adapter.rank);
   workers_.resize(size_t(call_.threads));
   for (Worker& worker : workers_) {
     worker.c[0] = take<float>(kChunk * kBlock);
     worker.c[1] = take<float>(kChunk * kBlock);
-    worker.panels = take<char>((2 * widest + 2 * rank_words) * kBlock * 4);
-    worker.rows = take<char>(kPartWords * kBlock * 4);
+    for (char*& panel : worker.panels) panel = take<char>(kPartWords * kBlock * 4);
+    worker.lora_panel = take<char>(kPartWords * kBlock * 4);
+    worker.rows = take<char>(widest * kBlock * 4);
     worker.masked = take<char>(dropout_ ? kChunk * widest * 4 : 0);
     worker.masked_row = take<float>(dropout_ ? widest * kernels_.group : 0);
     worker.outer = take<float>(rank * kBlock);
@@ -136,22 +134,27 @@ Block Layer::lora_block(Direction direction, int adapter, int factor, int64_t ex
           block_columns(is_rows ? rows : cols, block, count)};
 }
 
-Layer::Term Layer::term(Worker& worker, Rows rows, Block block) const {
-  char* const decoded = worker.panels + worker.used;
-  worker.used += words(block.length) * kBlock * 4;
-  return {rows, block, decoded};
-}
-
 Layer::Chunk Layer::chunk(const Wave& wave, const Piece& piece, int64_t row) const {
-  return {row - wave.begin, int(std::min(piece.chunk, piece.end - row)), few(piece), row != piece.begin};
+  return {row - wave.begin, int(std::min(piece.chunk, piece.end - row)), few(piece)};
 }
 
-ReadAhead::Area Layer::area(const Block& block, int64_t part) const {
-  if (!block.data) return {};
-  const int64_t begin = part * part_length(), length = std::min(part_length(), block.length - begin);
-  const int64_t element = size_of(block.format);
-  if (block.is_rows) return {block.data + begin * element, block.stride, block.columns, length * element};
-  return {block.data + begin * block.stride, block.stride, length, block.columns * element};
+Layer::Base Layer::base(Direction direction, std::initializer_list<Projection> projections, Step step, bool by_part) const {
+  Base base;
+  base.by_part = by_part;
+  if (!step.piece) return base;
+  base.few = few(*step.piece);
+  for (const Projection p : projections) base.blocks[base.count++] = base_block(direction, p, step);
+  return base;
+}
+
+PanelSource Layer::source(const Block& block, int64_t part) const {
+  const int64_t begin = part * part_length();
+  return {block.data + begin * (block.is_rows ? size_of(block.format) : block.stride),
+          block.stride,
+          block.format,
+          block.is_rows,
+          std::min(part_length(), block.length - begin),
+          block.columns};
 }
 
 int64_t Layer::factor_rows(int adapter, int factor) const {
@@ -169,55 +172,93 @@ const char* Layer::factor_address(int adapter, int factor, int64_t expert) const
   return a.factors[factor] + expert * factor_rows(adapter, factor) * factor_cols(adapter, factor) * size_of(a.format);
 }
 
-void Layer::add(Worker& worker, const Term& term, const Chunk& chunk, int64_t part, float* c, const ReadAhead& ahead) const {
-  const Block& block = term.block;
-  const bool is_words =
-      block.format == kernels_.word_format && block.format == call_.compute && block.length % kernels_.group == 0;
-  Operands x{
-      term.rows.words + chunk.first * term.rows.stride, term.rows.stride, block.data, block.stride, block.length, block.format};
-  const auto as_rows_of_words = [&](char* rows) {
-    if (is_words) return;
-    const int64_t stride = words(x.length) * 4;
-    kernels_.decode_rows(block.format, x.b, x.b_stride, block.columns, x.length, rows, stride);
-    x.b = rows;
-    x.b_stride = stride;
+Ahead Layer::ahead_of(const Base& base, int64_t index, const Base& after) const {
+  Ahead ahead;
+  const auto read = [&](const Block& block) {
+    const PanelSource part = source(block, 0);
+    const int64_t bytes = (part.is_rows ? part.length : part.columns) * size_of(part.format);
+    ahead.areas[0] = {part.data, part.stride, part.is_rows ? part.columns : part.length, bytes};
   };
-  if (chunk.few) {
-    if (block.is_rows) as_rows_of_words(term.decoded);
-    (block.is_rows ? kernels_.multiply_rows : kernels_.multiply_columns)(x, chunk.rows, block.columns, c, ahead);
-    return;
+  if (base.few) {
+    if (index + 1 < base.count) read(base.blocks[index + 1]);
+    else if (after.count > 0) read(after.blocks[0]);
+    return ahead;
   }
-  const int64_t begin = part * part_length();
-  char* const panel = term.decoded + begin / kernels_.group * kBlock * 4;
-  x.a += begin / kernels_.group * 4;
-  x.b += begin * (block.is_rows ? size_of(block.format) : block.stride);
-  x.length = std::min(part_length(), block.length - begin);
-  if (!chunk.decoded) {
-    if (block.is_rows) {
-      as_rows_of_words(worker.rows);
-      kernels_.decode_phased(x.b, x.b_stride, words(x.length), block.columns, panel);
-    } else {
-      kernels_.decode_panel(block.format, x.b, x.b_stride, x.length, block.columns, panel);
-    }
-  }
-  x.b = panel;
-  (block.is_rows ? kernels_.multiply_phased : kernels_.multiply_panel)(x, chunk.rows, block.columns, c, ahead);
+  const auto panel_of = [&](const Base& of, int64_t i) {  // the blocks of a base are equally long
+    const int64_t all = parts(of.blocks[0]);
+    return of.by_part ? source(of.blocks[i % of.count], i / of.count) : source(of.blocks[i / all], i % all);
+  };
+  const int64_t here = products(base);
+  const auto panel = [&](int64_t i) {
+    if (i < here) return panel_of(base, i);
+    return after.few || i - here >= products(after) ? PanelSource{} : panel_of(after, i - here);
+  };
+  ahead.next = panel(index + 1);
+  ahead.then = panel(index + 2);
+  if (index + 1 == here && after.few) read(after.blocks[0]);
+  return ahead;
 }
 
-void Layer::multiply(Worker& worker, const Term* terms, int count, int base, const Chunk& chunk, float* c,
-                     const ReadAhead& ahead) const {
-  for (int64_t block = 0; block < blocks(terms[0].block.columns); ++block)
-    memset(c + block * kFewRows * kBlock, 0, size_t(chunk.rows) * kBlock * sizeof(float));
-  for (int i = 0; i < count; ++i) {
-    const int64_t last = chunk.few ? 0 : parts(terms[i].block) - 1;
-    for (int64_t part = 0; part <= last; ++part) {
-      const bool final = part == last && i + 1 >= base;
-      const ReadAhead next{{part < last    ? area(terms[i].block, part + 1)
-                            : i + 1 < base ? area(terms[i + 1].block, 0)
-                                           : ReadAhead::Area{}}};
-      add(worker, terms[i], chunk, part, c, !final ? next : i + 1 == base ? ahead : ReadAhead{});
-    }
+void Layer::add_in_place(Worker& worker, const Term& term, const Chunk& chunk, float* c, const Ahead& ahead) const {
+  const Block& block = term.block;
+  Operands x{
+      term.rows.words + chunk.first * term.rows.stride, term.rows.stride, block.data, block.stride, block.length, block.format};
+  const bool is_words =
+      block.format == kernels_.word_format && block.format == call_.compute && block.length % kernels_.group == 0;
+  if (block.is_rows && !is_words) {
+    x.b_stride = words(block.length) * 4;
+    kernels_.decode_rows(block.format, block.data, block.stride, block.columns, block.length, worker.rows, x.b_stride);
+    x.b = worker.rows;
   }
+  (block.is_rows ? kernels_.multiply_rows : kernels_.multiply_columns)(x, chunk.rows, block.columns, c, ahead);
+}
+
+void Layer::add_panel(const Term& term, const Chunk& chunk, int64_t part, const char* panel, float* c,
+                      const Ahead& ahead) const {
+  const int64_t begin = part * part_length();
+  const Operands x{term.rows.words + chunk.first * term.rows.stride + begin / kernels_.group * 4,
+                   term.rows.stride,
+                   panel,
+                   0,
+                   std::min(part_length(), term.block.length - begin),
+                   term.block.format};
+  (term.block.is_rows ? kernels_.multiply_phased : kernels_.multiply_panel)(x, chunk.rows, term.block.columns, c, ahead);
+}
+
+void Layer::add_base(Worker& worker, const Term& term, const Chunk& chunk, int64_t part, float* c, Ahead ahead) const {
+  if (chunk.few) return add_in_place(worker, term, chunk, c, ahead);
+  char* const panel = worker.panels[worker.turn];
+  const PanelSource wanted = source(term.block, part);
+  if (!(worker.ready == wanted)) kernels_.decode_panel(wanted, panel);
+  worker.turn ^= 1;
+  worker.ready = ahead.next;
+  ahead.next_panel = worker.panels[worker.turn];
+  add_panel(term, chunk, part, panel, c, ahead);
+}
+
+void Layer::add_lora(Worker& worker, const Term& term, const Chunk& chunk, float* c) const {
+  if (chunk.few) return add_in_place(worker, term, chunk, c, {});
+  for (int64_t part = 0; part < parts(term.block); ++part) {
+    kernels_.decode_panel(source(term.block, part), worker.lora_panel);
+    add_panel(term, chunk, part, worker.lora_panel, c, {});
+  }
+}
+
+void Layer::clear(const Chunk& chunk, int columns, float* c) const {
+  for (int64_t block = 0; block < blocks(columns); ++block)
+    memset(c + block * kFewRows * kBlock, 0, size_t(chunk.rows) * kBlock * sizeof(float));
+}
+
+void Layer::multiply(Worker& worker, const Term* terms, int count, const Base& base, const Base& after, const Chunk& chunk,
+                     float* c, const std::vector<Ahead::Area>& areas) const {
+  clear(chunk, terms[0].block.columns, c);
+  const int64_t last = products(base);
+  for (int64_t i = 0; i < last; ++i) {
+    Ahead ahead = ahead_of(base, i, after);
+    if (i + 1 == last) std::copy(areas.begin(), areas.end(), ahead.areas + 1);
+    add_base(worker, terms[i / (last / base.count)], chunk, i % (last / base.count), c, ahead);
+  }
+  for (int i = base.count; i < count; ++i) add_lora(worker, terms[i], chunk, c);
 }
 
 Dropout Layer::dropout_for(int adapter, int site) const {
@@ -235,7 +276,7 @@ void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows 
   const int count = int(chunk.end - chunk.begin);
   const int64_t inside = chunk.begin - wave.begin;
   // Rows where they can be read as such: a panel of few columns would be wasted.
-  Chunk call{inside, count, direction == kForward, false};
+  Chunk call{inside, count, direction == kForward};
   if (dropout_ && dropout_site >= 0) {  // round(mask * row), a row at a time
     const int64_t elements = factor_cols(adapter, factor), stride = words(elements) * 4;
     const Dropout mask = dropout_for(adapter, dropout_site);
@@ -250,10 +291,9 @@ void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows 
   }
   const int64_t word_stride = words(a.rank) * 4, element = size_of(kernels_.word_format);
   for (int64_t block = 0; block < blocks(a.rank); ++block) {
-    worker.used = 0;
     const int columns = block_columns(a.rank, block);
-    const Term product = term(worker, rows, lora_block(direction, adapter, factor, chunk.expert, block));
-    multiply(worker, &product, 1, 1, call, worker.c[0], {});
+    clear(call, columns, worker.c[0]);
+    add_lora(worker, {rows, lora_block(direction, adapter, factor, chunk.expert, block)}, call, worker.c[0]);
     kernels_.store_low_rank(worker.c[0], a.scaling, count, columns, low.values + inside * a.rank + block * kBlock, a.rank,
                             low.words + inside * word_stride + block * kBlock * element, word_stride);
   }
@@ -277,14 +317,7 @@ void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, 
     const Piece& piece = *step.piece;
     const int64_t block = step.block;
     const int columns = block_columns(call_.intermediate, block);
-    Term terms[2][kMaxAdapters + 1];
-    for (const Projection p : {kGate, kUp}) {
-      terms[p][0] = term(worker, x, base_block(kForward, p, step));
-      for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-        terms[p][1 + n - piece.first_adapter] = term(worker, low_rank_rows((p == kGate ? gate : up)[size_t(n)], n),
-                                                     lora_block(kForward, n, 2 * p + 1, piece.expert, block));
-    }
-    const Block next_gate = base_block(kForward, kGate, next);
+    const Base base = this->base(kForward, {kGate, kUp}, step, true), after = this->base(kForward, {kGate, kUp}, next, true);
     for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
       const Chunk call = chunk(wave, piece, row);
       const int count = call.rows;
@@ -292,21 +325,23 @@ void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, 
       char* const saved_gate = saved ? saved + inside * saved_stride + block * kBlock * saved_element : nullptr;
       char* const saved_up = saved ? saved_gate + call_.intermediate * saved_element : nullptr;
       char* const h_rows = h + inside * inter_stride_ + block * kBlock * size_of(kernels_.word_format);
-      for (const Projection p : {kGate, kUp}) memset(worker.c[p], 0, size_t(count) * kBlock * sizeof(float));
+      for (const Projection p : {kGate, kUp}) clear(call, columns, worker.c[p]);
       // A part of gate, the same part of up: they share the rows in L2.
-      const int64_t last = call.few ? 0 : parts(next_gate) - 1;
-      for (int64_t part = 0; part <= last; ++part) {
-        add(worker, terms[kGate][0], call, part, worker.c[kGate], {{area(terms[kUp][0].block, part)}});
-        ReadAhead ahead{{area(part < last ? terms[kGate][0].block : next_gate, part < last ? part + 1 : 0)}};
-        if (part == last) {
+      const int64_t last = products(base);
+      for (int64_t i = 0; i < last; ++i) {
+        Ahead ahead = ahead_of(base, i, row + piece.chunk < piece.end ? base : after);
+        if (i + 1 == last) {
           ahead.areas[1] = {h_rows, inter_stride_, count, columns * size_of(kernels_.word_format)};
           ahead.areas[2] = {saved_gate, saved_stride, saved ? count : 0, columns * saved_element};
           ahead.areas[3] = {saved_up, saved_stride, saved ? count : 0, columns * saved_element};
         }
-        add(worker, terms[kUp][0], call, part, worker.c[kUp], ahead);
+        add_base(worker, {x, base.blocks[i % 2]}, call, i / 2, worker.c[i % 2], ahead);
       }
       for (const Projection p : {kGate, kUp})
-        for (int i = 1; i <= piece.adapters(); ++i) add(worker, terms[p][i], call, 0, worker.c[p], {});
+        for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
+          add_lora(worker,
+                   {low_rank_rows((p == kGate ? gate : up)[size_t(n)], n), lora_block(kForward, n, 2 * p + 1, piece.expert, block)},
+                   call, worker.c[p]);
       kernels_.swiglu_forward(worker.c[kGate], worker.c[kUp], count, columns, saved_gate, saved_up, saved_stride, h_rows,
                               inter_stride_);
     }

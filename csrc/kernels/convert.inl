@@ -56,39 +56,17 @@ void decode_rows(Format format, const char* source, ptrdiff_t stride, int64_t ro
   }
 }
 
-// A panel takes two cache lines of each row, rows far apart: no hardware prefetcher follows. Asking 32 rows ahead reads 24
-// instead of 8 GB/s on one thread (Zen 5, 2048 x 768 and 768 x 2048 bf16 from memory; 8, 16 and 64 rows: 19, 21 and 12 to 22).
-constexpr int kRowsAhead = 32;
+// Stored elements that are words where they lie.
+template <class Mode>
+constexpr bool words_as_stored(Format format) {
+  return format == Mode::kWord && Mode::kWord == Mode::kCompute;
+}
 
 // One vector of words of columns, from one row of stored elements or two (without a partner the second counts as zero).
 template <class Mode>
 inline Vec::W column_words(Format format, const char* p, ptrdiff_t stride, bool partner, int lanes) {
   if constexpr (Mode::Dot::kGroup == 2) return Mode::Dot::pair(format == kBf16, p, partner ? p + stride : nullptr, lanes);
   else return Vec::words(to_compute<Mode>(load_cols(format, p, lanes)));
-}
-
-template <class Mode>
-void decode_panel(Format format, const char* source, ptrdiff_t stride, int64_t rows, int cols, char* panel) {
-  const int size = size_of(format);
-  for (int64_t row = 0; row < rows; row += Mode::Dot::kGroup, source += Mode::Dot::kGroup * stride, panel += 4 * kBlock) {
-    for (int i = 0; i < Mode::Dot::kGroup; ++i) {
-      const char* const ahead = source + (kRowsAhead + i) * stride;
-      for (int byte = 0; byte < cols * size; byte += 64) __builtin_prefetch(ahead + byte, 0, 2);
-      __builtin_prefetch(ahead + cols * size - 1, 0, 2);  // rows begin anywhere in a line
-    }
-    if constexpr (Mode::Dot::kGroup == 2) {
-      if (format == kBf16 && cols == kBlock && row + 1 < rows) {
-        for (int half = 0; half < 2; ++half)
-          Mode::Dot::interleave(panel + 128 * half, source + 64 * half, source + stride + 64 * half);
-        continue;
-      }
-    }
-    if (cols < kBlock) __builtin_memset(panel, 0, 4 * kBlock);
-    for_columns(cols, [&](int64_t col, int lanes) {
-      Vec::store_words(panel + 4 * col,
-                       column_words<Mode>(format, source + col * size, stride, row + Mode::Dot::kGroup <= rows, lanes));
-    });
-  }
 }
 
 // Phases of a phased panel: one for each quarter of a vector in the product of rows.
@@ -108,36 +86,87 @@ inline Phase phase_of(int64_t words, int phases, int phase) {
   return {4 * full * phase + before, full, int(rest), 16 * phase, 4 * ptrdiff_t(group)};
 }
 
-inline void decode_phased(const char* rows, ptrdiff_t stride, int64_t words, int cols, char* panel) {
-  const int64_t full = words / Vec::kLanes;
-  int64_t first[kPhases];
-  for (int phase = 0; phase < kPhases; ++phase) first[phase] = phase_of(words, kPhases, phase).first;
-  if (cols < kBlock) __builtin_memset(panel, 0, size_t(words) * 4 * kBlock);
-  for (int col = 0; col < cols; col += Vec::kLanes, rows += Vec::kLanes * stride) {
-    const int columns = cols - col < Vec::kLanes ? cols - col : Vec::kLanes;
-    Vec::W transposed[Vec::kLanes];
-    int64_t group = 0;
-    if (columns == Vec::kLanes) {
-      for (; group < full; ++group) {
-        Vec::transpose(rows + 4 * Vec::kLanes * group, stride, transposed);
+// A panel is decoded in slices, in the order in which its source lies in memory: kLanes words of all columns, or, where columns
+// are stored rows, kRunWords words of kLanes of them. Either is 4 KiB of a panel with 16 lanes.
+template <class Mode>
+class PanelDecoder {
+ public:
+  PanelDecoder(const PanelSource& source, char* panel) : source_(source), panel_(panel) {
+    words_ = (source.length + kGroup - 1) / kGroup;
+    const int64_t slice = source.is_rows ? kRunWords : Vec::kLanes;
+    runs_ = (words_ + slice - 1) / slice;
+    for (int phase = 0; phase < kPhases; ++phase) first_[phase] = phase_of(words_, kPhases, phase).first;
+  }
+  int64_t slices() const { return !source_.data ? 0 : source_.is_rows ? runs_ * (kBlock / Vec::kLanes) : runs_; }
+  [[gnu::noinline]] void decode(int64_t slice) const {
+    if (source_.is_rows) decode_rows_of_words(slice / runs_ * Vec::kLanes, slice % runs_ * kRunWords);
+    else decode_columns(slice * Vec::kLanes);
+  }
+
+ private:
+  static constexpr int kGroup = Mode::Dot::kGroup, kRunWords = 4 * Vec::kLanes;
+  PanelSource source_;
+  char* panel_;
+  int64_t words_, runs_, first_[kPhases];
+
+  void decode_columns(int64_t begin) const {
+    const int size = size_of(source_.format), cols = source_.columns;
+    const ptrdiff_t stride = source_.stride;
+    const int64_t end = words_ < begin + Vec::kLanes ? words_ : begin + Vec::kLanes;
+    const char* row = source_.data + begin * kGroup * stride;
+    char* out = panel_ + begin * 4 * kBlock;
+    for (int64_t word = begin; word < end; ++word, row += kGroup * stride, out += 4 * kBlock) {
+      const bool partner = (word + 1) * kGroup <= source_.length;
+      if constexpr (kGroup == 2) {
+        if (source_.format == kBf16 && cols == kBlock && partner) {
+          for (int half = 0; half < 2; ++half) Mode::Dot::interleave(out + 128 * half, row + 64 * half, row + stride + 64 * half);
+          continue;
+        }
+      }
+      if (cols < kBlock) __builtin_memset(out, 0, 4 * kBlock);
+      for_columns(cols, [&](int64_t col, int lanes) {
+        Vec::store_words(out + 4 * col, column_words<Mode>(source_.format, row + col * size, stride, partner, lanes));
+      });
+    }
+  }
+
+  // kLanes stored rows transposed; edges and elements that are not words yet by way of a buffer.
+  void decode_rows_of_words(int64_t col, int64_t begin) const {
+    const int64_t count = words_ - begin < kRunWords ? words_ - begin : kRunWords;
+    const int64_t left = source_.length - begin * kGroup, elements = left < count * kGroup ? left : count * kGroup;
+    const int columns = source_.columns - col < Vec::kLanes ? int(source_.columns - col) : Vec::kLanes;
+    const char* rows = source_.data + col * source_.stride + begin * kGroup * size_of(source_.format);
+    ptrdiff_t stride = source_.stride;
+    alignas(64) char buffer[Vec::kLanes * kRunWords * 4];
+    if (columns < Vec::kLanes || count % Vec::kLanes || elements < count * kGroup || !words_as_stored<Mode>(source_.format)) {
+      __builtin_memset(buffer, 0, sizeof(buffer));
+      if (columns > 0) decode_rows<Mode>(source_.format, rows, stride, columns, elements, buffer, kRunWords * 4);
+      rows = buffer;
+      stride = kRunWords * 4;
+    }
+    for (int64_t at = 0; at < count; at += Vec::kLanes) {
+      Vec::W transposed[Vec::kLanes];
+      Vec::transpose(rows + 4 * at, stride, transposed);
+      const int64_t group = (begin + at) / Vec::kLanes;
+      if (count - at >= Vec::kLanes) {
 #pragma GCC unroll 4
         for (int phase = 0; phase < kPhases; ++phase) {
-          char* out = panel + 4 * ((first[phase] + 4 * group) * kBlock + col);
+          char* out = panel_ + 4 * ((first_[phase] + 4 * group) * kBlock + col);
 #pragma GCC unroll 4
           for (int k = 0; k < 4; ++k) Vec::store_words(out + 4 * k * kBlock, transposed[4 * phase + k]);
         }
+      } else {
+        for (int64_t k = 0; k < count - at; ++k)
+          Vec::store_words(panel_ + 4 * ((first_[k / 4] + 4 * group + k % 4) * kBlock + col), transposed[k]);
       }
     }
-    for (; group * Vec::kLanes < words; ++group) {  // the edges, by way of a whole block
-      const int64_t count = words - group * Vec::kLanes < Vec::kLanes ? words - group * Vec::kLanes : Vec::kLanes;
-      alignas(64) char block[Vec::kLanes * Vec::kLanes * 4] = {0};
-      for (int i = 0; i < columns; ++i)
-        __builtin_memcpy(block + 4 * Vec::kLanes * i, rows + i * stride + 4 * Vec::kLanes * group, size_t(4 * count));
-      Vec::transpose(block, 4 * Vec::kLanes, transposed);
-      for (int64_t k = 0; k < count; ++k)
-        Vec::store_words(panel + 4 * ((first[k / 4] + 4 * group + k % 4) * kBlock + col), transposed[k]);
-    }
   }
+};
+
+template <class Mode>
+void decode_panel(const PanelSource& source, char* panel) {
+  const PanelDecoder<Mode> decoder(source, panel);
+  for (int64_t slice = 0; slice < decoder.slices(); ++slice) decoder.decode(slice);
 }
 
 template <class Mode>

@@ -36,14 +36,34 @@ struct Operands {
   Format format;       // of the elements; columns only
 };
 
-// Memory that the caller will want next, brought into L2 bit by bit between the tiles of a product.
-struct ReadAhead {
-  static constexpr int kAreas = 6;
+// Stored elements that a product of panels wants: one part of up to kBlock columns.
+struct PanelSource {
+  const char* data = nullptr;  // null: nothing
+  ptrdiff_t stride = 0;        // bytes between stored rows
+  Format format = kBf16;
+  bool is_rows = false;  // columns are stored rows, for a phased panel; else elements of every stored row
+  int64_t length = 0;    // elements of the reduction
+  int columns = 0;
+
+  bool operator==(const PanelSource& other) const {
+    return data == other.data && stride == other.stride && format == other.format && is_rows == other.is_rows &&
+           length == other.length && columns == other.columns;
+  }
+};
+
+// What a product does on the side, bit by bit between its tiles, so that neither memory nor decoding is waited for.
+struct Ahead {
   struct Area {
     const char* data = nullptr;
     ptrdiff_t stride = 0;
     int64_t rows = 0, bytes = 0;  // bytes of each row
-  } areas[kAreas];
+  };
+  static constexpr int kAreas = 6;
+
+  PanelSource next = {};  // products of panels: decoded into next_panel
+  char* next_panel = nullptr;
+  PanelSource then = {};      // the panel after it: its beginning is brought into L2
+  Area areas[kAreas] = {};    // other memory, brought into L2
 };
 
 struct Dropout {  // see ktft/reference.py: dropout_mask
@@ -63,16 +83,14 @@ struct Kernels {
   int group;           // elements per word: 2 where bf16 pairs are multiplied directly, else 1
   Format word_format;  // format of the elements inside words: bf16 if group is 2, else fp32
 
-  using Product = void(const Operands& operands, int rows, int cols, float* c, const ReadAhead& ahead);
+  using Product = void(const Operands& operands, int rows, int cols, float* c, const Ahead& ahead);
   Product *multiply_rows, *multiply_phased, *multiply_columns, *multiply_panel;
 
   // Rows of stored elements -> rows of words, zero-padded to a whole word.
   void (*decode_rows)(Format format, const char* source, ptrdiff_t stride, int64_t rows, int64_t cols, char* words,
                       ptrdiff_t word_stride);
-  // A block [rows, cols] of stored elements -> panel [ceil(rows / group)][kBlock], zero-padded.
-  void (*decode_panel)(Format format, const char* source, ptrdiff_t stride, int64_t rows, int cols, char* panel);
-  // Rows of words, `words` long, of `cols` columns -> phased panel.
-  void (*decode_phased)(const char* rows, ptrdiff_t stride, int64_t words, int cols, char* panel);
+  // A panel [ceil(length / group)][kBlock] of words, zero-padded.
+  void (*decode_panel)(const PanelSource& source, char* panel);
 
   // h = silu(g) * u with g, u rounded to the compute dtype first (and saved so, unless null). h goes to rows of words.
   void (*swiglu_forward)(const float* gate, const float* up, int rows, int cols, char* saved_gate, char* saved_up,

@@ -26,7 +26,6 @@ constexpr Kernels make_kernels() {
       multiply_panel<Mode, 1>,
       decode_rows<Mode>,
       decode_panel<Mode>,
-      decode_phased,
       swiglu_forward<Mode>,
       swiglu_backward<Mode>,
       scatter_add,
