@@ -174,11 +174,11 @@ const char* Layer::factor_address(int adapter, int factor, int64_t expert) const
 
 Ahead Layer::ahead_of(const Base& base, int64_t index, const Base& after) const {
   Ahead ahead;
-  const auto read = [&](const Block& block) {
-    const PanelSource part = source(block, 0);
+  const auto read_ahead = [](const PanelSource& part) -> Ahead::Area {
     const int64_t bytes = (part.is_rows ? part.length : part.columns) * size_of(part.format);
-    ahead.areas[0] = {part.data, part.stride, part.is_rows ? part.columns : part.length, bytes};
+    return {part.data, part.stride, part.is_rows ? part.columns : part.length, bytes};
   };
+  const auto read = [&](const Block& block) { ahead.areas[0] = read_ahead(source(block, 0)); };
   if (base.few) {
     if (index + 1 < base.count) read(base.blocks[index + 1]);
     else if (after.count > 0) read(after.blocks[0]);
@@ -193,9 +193,14 @@ Ahead Layer::ahead_of(const Base& base, int64_t index, const Base& after) const 
     if (i < here) return panel_of(base, i);
     return after.few || i - here >= products(after) ? PanelSource{} : panel_of(after, i - here);
   };
-  ahead.next = panel(index + 1);
-  ahead.then = panel(index + 2);
   if (index + 1 == here && after.few) read(after.blocks[0]);
+  const PanelSource next = panel(index + 1), then = panel(index + 2);
+  if (next.data && kernels_.decodes_aside(next)) {
+    ahead.next = next;
+    if (then.data && kernels_.decodes_aside(then)) ahead.then = then;
+  } else if (next.data) {
+    ahead.areas[0] = read_ahead(next);
+  }
   return ahead;
 }
 
@@ -339,9 +344,10 @@ void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, 
       }
       for (const Projection p : {kGate, kUp})
         for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
-          add_lora(worker,
-                   {low_rank_rows((p == kGate ? gate : up)[size_t(n)], n), lora_block(kForward, n, 2 * p + 1, piece.expert, block)},
-                   call, worker.c[p]);
+          add_lora(
+              worker,
+              {low_rank_rows((p == kGate ? gate : up)[size_t(n)], n), lora_block(kForward, n, 2 * p + 1, piece.expert, block)},
+              call, worker.c[p]);
       kernels_.swiglu_forward(worker.c[kGate], worker.c[kUp], count, columns, saved_gate, saved_up, saved_stride, h_rows,
                               inter_stride_);
     }

@@ -71,10 +71,10 @@ class Layer {
   explicit Layer(const LayerCall& call);
 
  protected:
-  struct Worker {      // scratch of one thread
-    float* c[2];       // C tiles [kChunk][kBlock]; for few rows also several, one after the other
-    char* panels[2];   // in turn: one is multiplied while the other is decoded
-    int turn;          // the one that the next product takes
+  struct Worker {       // scratch of one thread
+    float* c[2];        // C tiles [kChunk][kBlock]; for few rows also several, one after the other
+    char* panels[2];    // in turn: one is multiplied while the other is decoded
+    int turn;           // the one that the next product takes
     PanelSource ready;  // what it holds already
     char* lora_panel;
     char* rows;         // a block as rows of words

@@ -15,38 +15,63 @@ inline int64_t words_of(const Operands& x) {
   return (x.length + Mode::Dot::kGroup - 1) / Mode::Dot::kGroup;
 }
 
+// Words of a panel that all rows take before the next ones: 32 KiB of it stay in L1.
+constexpr int64_t kTurnWords = 128;
+
+constexpr int64_t kAheadStep = 8;  // groups of four words between two steps of read-ahead
+
 // How many stored rows of a panel's source are on their way into L2 before they are decoded. Not the whole source: where its
 // rows lie a power of two apart, they share few sets of L2 and would push each other out.
 constexpr int64_t kLeadRows = 64;
 
-// What a product does on the side: reads some cache lines ahead at each step, decodes some slices after each tile. Steps are
+// What a product does on the side: reads some cache lines ahead at each step, and decodes words of the next panel. Steps are
 // short: a burst of requests would wait for the few that can be under way, or be dropped.
 template <class Mode>
 class Aside {
  public:
-  Aside(const Ahead& ahead, int64_t steps, int rows)
-      : decoder_(ahead.next, ahead.next_panel), slices_(decoder_.slices()), rows_(rows) {
-    int count = 0;
-    const auto add = [&](const PanelSource& source, bool beginning) {
-      if (!source.data) return;
-      const int64_t all = source.is_rows ? source.columns : source.length, lead = source.is_rows ? Vec::kLanes : kLeadRows;
-      const int64_t begin = beginning || lead > all ? 0 : lead, end = !beginning || lead > all ? all : lead;
-      if (!beginning && lead > all) return;
-      areas_[count++] = {source.data + begin * source.stride, source.stride, end - begin,
-                         (source.is_rows ? source.length : source.columns) * size_of(source.format)};
+  // `groups`: of four words, in all full tiles together.
+  Aside(const Ahead& ahead, int64_t groups)
+      : source_(ahead.next),
+        panel_(ahead.next_panel),
+        words_(source_.data ? source_.length / Mode::Dot::kGroup : 0),
+        groups_(groups) {
+    const auto add = [&](const PanelSource& source, int64_t begin, int64_t end) {
+      if (source.data && begin < end)
+        *end_++ = {source.data + begin * source.stride, source.stride, end - begin, source.columns * size_of(source.format)};
     };
-    add(ahead.next, false);
-    add(ahead.then, true);
+    add(ahead.next, kLeadRows, ahead.next.length);
+    add(ahead.then, 0, ahead.then.length < kLeadRows ? ahead.then.length : kLeadRows);
     for (const Ahead::Area& area : ahead.areas)
-      if (area.rows > 0 && area.data) areas_[count++] = area;
-    area_ = areas_;
-    end_ = areas_ + count;
+      if (area.rows > 0 && area.data) *end_++ = area;
     int64_t lines = 0;
-    for (int i = 0; i < count; ++i) lines += areas_[i].rows * ((areas_[i].bytes + 63) / 64 + 1);
+    for (const Ahead::Area* area = areas_; area < end_; ++area) lines += area->rows * ((area->bytes + 63) / 64 + 1);
+    const int64_t steps = groups / kAheadStep + 1;
     per_step_ = (lines + steps - 1) / steps;
     if (area_ < end_) enter_row(area_->data);
   }
-  void step() {
+  // Beside a group of words.
+  void group(int64_t number) {
+    if (number % kAheadStep == 0) read();
+    if constexpr (Mode::Dot::kGroup == 2) {
+      for (credit_ += words_; credit_ >= groups_ && word_ < words_; credit_ -= groups_)
+        decode_word<Mode>(source_, word_++, panel_);
+    }
+  }
+  void finish() {
+    while (word_ < words_) decode_word<Mode>(source_, word_++, panel_);
+  }
+
+ private:
+  const PanelSource source_;
+  char* const panel_;
+  const int64_t words_, groups_;
+  int64_t word_ = 0, credit_ = 0;
+  Ahead::Area areas_[Ahead::kAreas + 2];
+  Ahead::Area *area_ = areas_, *end_ = areas_;
+  const char *row_ = nullptr, *line_ = nullptr;
+  int64_t per_step_, done_ = 0;
+
+  void read() {
     for (int64_t i = 0; i < per_step_ && area_ < end_; ++i) {
       __builtin_prefetch(line_, 0, 2);
       line_ += 64;
@@ -59,19 +84,6 @@ class Aside {
       }
     }
   }
-  void tile(int rows_done) {
-    for (const int64_t until = slices_ * rows_done / rows_; slice_ < until; ++slice_) decoder_.decode(slice_);
-  }
-
- private:
-  PanelDecoder<Mode> decoder_;
-  int64_t slices_, slice_ = 0;
-  int rows_;
-  Ahead::Area areas_[Ahead::kAreas + 2];
-  const Ahead::Area *area_, *end_;
-  const char *row_ = nullptr, *line_ = nullptr;
-  int64_t per_step_, done_ = 0;
-
   void enter_row(const char* row) {
     row_ = row;
     line_ = row - (uintptr_t(row) & 63);
@@ -120,7 +132,7 @@ inline void rows_tile(const Operands& x, int row, int col, int cols, float* c, c
     for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 2
       for (int g = 0; g < kGroups; ++g) acc[i][g] = Vec::zero();
-    const auto step = [&](int64_t k, auto load) {
+    const auto step = [&](int64_t k, auto load) __attribute__((always_inline)) {
       Vec::W quads[kGroups][4];
 #pragma GCC unroll 2
       for (int g = 0; g < kGroups; ++g) {
@@ -195,21 +207,20 @@ void multiply_rows(const Operands& x, int rows, int cols, float* c, const Ahead&
 
 // --- panels
 
-constexpr int64_t kAheadStep = 8;  // groups of four words between two steps of read-ahead
-
 template <class Mode, int kRows, int kVecs>
 inline void panel_tile(const Operands& x, const Phase& phase, int row, int col, int cols, float* c, Aside<Mode>& aside) {
   Vec::F acc[kRows][kVecs];
 #pragma GCC unroll 12
   for (int i = 0; i < kRows; ++i)
 #pragma GCC unroll 4
-    for (int j = 0; j < kVecs; ++j) acc[i][j] = Vec::zero();
+    for (int j = 0; j < kVecs; ++j)
+      acc[i][j] = phase.continues ? Vec::load(c + ptrdiff_t(row + i) * kBlock + col + j * Vec::kLanes) : Vec::zero();
 
   const char *a[kRows], *panel = x.b + 4 * (phase.first * kBlock + col);
 #pragma GCC unroll 12
   for (int i = 0; i < kRows; ++i) a[i] = x.a + (row + i) * x.a_stride + phase.offset;
   ptrdiff_t at = 0;
-  const auto word = [&](int k) {
+  const auto word = [&](int k) __attribute__((always_inline)) {
     Vec::W b[kVecs];
 #pragma GCC unroll 4
     for (int j = 0; j < kVecs; ++j) b[j] = Vec::load_words(panel + 4 * (k * kBlock + j * Vec::kLanes));
@@ -221,11 +232,11 @@ inline void panel_tile(const Operands& x, const Phase& phase, int row, int col, 
     }
   };
   for (int64_t group = 0; group < phase.groups; ++group, at += phase.step, panel += 16 * kBlock) {
-    if (group % kAheadStep == 0) aside.step();
     word(0);
     word(1);
     word(2);
     word(3);
+    aside.group(group);
   }
   for (int k = 0; k < phase.rest; ++k) word(k);
 #pragma GCC unroll 12
@@ -234,33 +245,40 @@ inline void panel_tile(const Operands& x, const Phase& phase, int row, int col, 
 #pragma GCC unroll 4
     for (int j = 0; j < kVecs; ++j) {  // the tile may hang over `cols`: C is kBlock wide, so the store stays inside the row
       if (j * Vec::kLanes >= cols) break;
-      Vec::store(out + j * Vec::kLanes, Vec::add(Vec::load(out + j * Vec::kLanes), acc[i][j]));
+      Vec::store(out + j * Vec::kLanes, phase.continues ? acc[i][j] : Vec::add(Vec::load(out + j * Vec::kLanes), acc[i][j]));
     }
   }
 }
 
-template <class Mode, int kPhases>
+template <class Mode, bool phased>
 void multiply_panel(const Operands& x, int rows, int cols, float* c, const Ahead& ahead) {
   constexpr int kVecs = Vec::kPanelVecs, kCols = kVecs * Vec::kLanes;
   static_assert(kBlock % kCols == 0, "a panel is a whole number of tiles");
-  Phase phases[kPhases];
-  int used = 0;  // short reductions leave later phases empty
-  for (int i = 0; i < kPhases; ++i) {
-    phases[used] = phase_of(words_of<Mode>(x), kPhases, i);
-    if (phases[used].groups > 0 || phases[used].rest > 0) ++used;
-  }
-  const int64_t steps = (phases[0].groups + kAheadStep - 1) / kAheadStep * kPhases;
-  Aside<Mode> aside(ahead, (rows / Vec::kPanelRows) * (kBlock / kCols) * steps + 1, rows);
-  const auto sweep = [&](auto step, int row, auto vecs) {
-    for (int col = 0; col < cols; col += vecs.value * Vec::kLanes)
-      for (int i = 0; i < used; ++i) panel_tile<Mode, step.value, vecs.value>(x, phases[i], row, col, cols - col, c, aside);
-    aside.tile(row + step.value);
+  const int64_t words = words_of<Mode>(x);
+  Aside<Mode> aside(ahead, (rows / Vec::kPanelRows) * (kBlock / kCols) * (words / 4) + 1);
+  const auto sweep = [&](const Phase& phase) {
+    const auto tile = [&](auto step, int row, auto vecs) {
+      for (int col = 0; col < cols; col += vecs.value * Vec::kLanes)
+        panel_tile<Mode, step.value, vecs.value>(x, phase, row, col, cols - col, c, aside);
+    };
+    if (cols <= Vec::kLanes) {  // LoRA ranks: narrow tiles, more rows
+      for_rows<2 * Vec::kPanelRows>(rows, [&](auto step, int row) { tile(step, row, Count<1>()); });
+    } else {
+      for_rows<Vec::kPanelRows>(rows, [&](auto step, int row) { tile(step, row, Count<kVecs>()); });
+    }
   };
-  if (cols <= Vec::kLanes) {  // LoRA ranks: narrow tiles, more rows
-    for_rows<2 * Vec::kPanelRows>(rows, [&](auto step, int row) { sweep(step, row, Count<1>()); });
+  if constexpr (phased) {
+    for (int i = 0; i < kPhases; ++i) {
+      const Phase phase = phase_of(words, kPhases, i);
+      if (phase.groups > 0 || phase.rest > 0) sweep(phase);
+    }
   } else {
-    for_rows<Vec::kPanelRows>(rows, [&](auto step, int row) { sweep(step, row, Count<kVecs>()); });
+    for (int64_t first = 0; first < words; first += kTurnWords) {
+      const int64_t count = words - first < kTurnWords ? words - first : kTurnWords;
+      sweep({first, count / 4, int(count % 4), 4 * first, 16, true});
+    }
   }
+  aside.finish();
 }
 
 // --- columns: stored elements, two rows made into words in registers
@@ -268,9 +286,6 @@ void multiply_panel(const Operands& x, int rows, int cols, float* c, const Ahead
 // Words of a reduction that a tile takes before the next columns have their turn at the same rows: runs of all the columns are
 // read from memory, and sums wait in L1.
 constexpr int64_t kTurn = 16;
-// Short runs of rows that lie far apart: no hardware prefetcher follows. Asking 32 rows ahead reads 24 instead of 8 GB/s on one
-// thread (Zen 5, 2048 x 768 and 768 x 2048 bf16 from memory; 8, 16 and 64 rows: 19, 21 and 12 to 22).
-constexpr int kRowsAhead = 32;
 
 // sums [kRows][kWideColumns] += words [begin, end) of the reduction
 template <class Mode, int kRows>
@@ -316,21 +331,18 @@ void multiply_columns(const Operands& x, int rows, int cols, float* c, const Ahe
   constexpr int kCols = Vec::kPanelVecs * Vec::kLanes;
   const int64_t words = words_of<Mode>(x);
   alignas(64) float sums[kFewRows * kWideColumns];
-  for (int64_t part = 0; part < words; part += kPartWords) {
-    const int64_t part_end = words - part < kPartWords ? words : part + kPartWords;
-    __builtin_memset(sums, 0, size_t(rows) * sizeof(float) * kWideColumns);
-    for (int64_t begin = part; begin < part_end; begin += kTurn) {
-      const int64_t end = part_end - begin < kTurn ? part_end : begin + kTurn;
-      for (int col = 0; col < cols; col += kCols)
-        for_rows<Vec::kPanelRows>(rows, [&](auto step, int row) {
-          columns_tile<Mode, step.value>(x, begin, end, row, col, cols - col, sums + row * kWideColumns + col);
-        });
-    }
+  const auto move = [&](auto load_store) {
     for (int row = 0; row < rows; ++row)
-      for (int col = 0; col < cols; col += kBlock)
-        for (int i = 0; i < kBlock; i += Vec::kLanes) {
-          float* const out = c + (col / kBlock * kFewRows + row) * kBlock + i;
-          Vec::store(out, Vec::add(Vec::load(out), Vec::load(sums + row * kWideColumns + col + i)));
-        }
+      for (int col = 0; col < cols; col += Vec::kLanes)
+        load_store(c + (col / kBlock * kFewRows + row) * kBlock + col % kBlock, sums + row * kWideColumns + col);
+  };
+  move([](const float* from, float* sum) { Vec::store(sum, Vec::load(from)); });
+  for (int64_t begin = 0; begin < words; begin += kTurn) {
+    const int64_t end = words - begin < kTurn ? words : begin + kTurn;
+    for (int col = 0; col < cols; col += kCols)
+      for_rows<Vec::kPanelRows>(rows, [&](auto step, int row) {
+        columns_tile<Mode, step.value>(x, begin, end, row, col, cols - col, sums + row * kWideColumns + col);
+      });
   }
+  move([](float* to, const float* sum) { Vec::store(to, Vec::load(sum)); });
 }

@@ -60,10 +60,10 @@ struct Ahead {
   };
   static constexpr int kAreas = 6;
 
-  PanelSource next = {};  // products of panels: decoded into next_panel
+  PanelSource next = {};  // decoded into next_panel; only in products of panels, and if decodes_aside(next)
   char* next_panel = nullptr;
-  PanelSource then = {};      // the panel after it: its beginning is brought into L2
-  Area areas[kAreas] = {};    // other memory, brought into L2
+  PanelSource then = {};    // what will be `next` in the next product: its beginning is brought into L2
+  Area areas[kAreas] = {};  // other memory, brought into L2
 };
 
 struct Dropout {  // see ktft/reference.py: dropout_mask
@@ -91,6 +91,8 @@ struct Kernels {
                       ptrdiff_t word_stride);
   // A panel [ceil(length / group)][kBlock] of words, zero-padded.
   void (*decode_panel)(const PanelSource& source, char* panel);
+  // Whether that can be done beside another product, in the slots that it leaves free.
+  bool (*decodes_aside)(const PanelSource& source);
 
   // h = silu(g) * u with g, u rounded to the compute dtype first (and saved so, unless null). h goes to rows of words.
   void (*swiglu_forward)(const float* gate, const float* up, int rows, int cols, char* saved_gate, char* saved_up,
