@@ -75,6 +75,7 @@ class Settings:
         vs: None, or "hf" to measure stock transformers too.
         repeat: rounds; None takes 21 for up to 16 tokens and 7 above.
         directory: where the weights' file goes for the time being; None takes the system's temporary directory.
+        overheads: measure also what ``ktft.bench.overheads`` says, one more record.
     """
 
     shape: Shape
@@ -85,6 +86,7 @@ class Settings:
     vs: str | None = None
     repeat: int | None = None
     directory: str | None = None
+    overheads: bool = False
 
     def rounds(self, tokens: int) -> int:
         return self.repeat or (21 if tokens <= SHORT else 7)
@@ -107,7 +109,8 @@ class Case:
 
 
 def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
-    """Measure and print: a ``machine`` record, an ``experts`` record per token count, an ``end`` record.
+    """Measure and print: a ``machine`` record, an ``experts`` record per token count, where asked for an ``overheads``
+    record, an ``end`` record.
 
     Args:
         settings: see there.
@@ -144,6 +147,10 @@ def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
             stock = StockExperts(directory, shape)
         for case, added in zip(cases, memory, strict=True):
             report.emit(_measure(settings, case, weights, lora, stock, probe, added))
+        if settings.overheads:
+            from ktft.bench import overheads
+
+            report.emit(overheads.measure(weights, shape, lora, settings.routing))
         report.emit({"record": "end", "load_average": load_average()})
 
 
