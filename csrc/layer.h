@@ -2,8 +2,10 @@
 // expert's matrices.
 #pragma once
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include "moe.h"
 #include "pool.h"
@@ -165,25 +167,42 @@ class Layer {
       }
     });
   }
-  // The same, but a task walks all pieces in order: a sum over a token's experts then has a fixed order and needs neither
-  // atomics nor a buffer per route. All its blocks take their turn at one piece, so that the piece's rows come from memory once
-  // per task.
+  // The same for sums over a token's experts, which have a fixed order and need neither atomics on data nor a buffer per route:
+  // tasks, some adjacent blocks of a piece each, are handed out piece by piece, and f calls its last argument before it first
+  // adds to the sum, to wait until the piece before has been added to the same blocks. Products need not wait.
   template <class Function>
-  void parallel_columns(const Wave& wave, int64_t columns, bool wide, Function f) {
-    const int64_t count = blocks(columns), per_task = blocks_per_task(count);
-    parallel((count + per_task - 1) / per_task, [&](int64_t task, Worker& worker) {
-      const int64_t first = task * per_task, end = std::min(count, first + per_task);
-      for (size_t i = 0; i < wave.pieces.size(); ++i) {
-        for (int64_t block = first; block < end;) {
-          const Step step = step_at(wave.pieces[i], block, end, wide);
-          block += step.count;
-          const Step next = block < end                  ? step_at(wave.pieces[i], block, end, wide)
-                            : i + 1 < wave.pieces.size() ? step_at(wave.pieces[i + 1], first, end, wide)
-                                                         : Step{};
-          worker.used = 0;
-          f(step, next, worker);
+  void parallel_ordered(const Wave& wave, int64_t columns, bool wide, Function f) {
+    const int64_t count = blocks(columns), per_task = blocks_per_task(count), per_piece = (count + per_task - 1) / per_task;
+    const int64_t tasks = per_piece * int64_t(wave.pieces.size());
+    std::vector<std::atomic<int64_t>> added(static_cast<size_t>(per_piece));  // pieces
+    std::atomic<bool> failed{false};
+    const auto end_of = [&](int64_t task) { return std::min(count, (task % per_piece + 1) * per_task); };
+    const auto first = [&](int64_t task) {
+      if (task >= tasks) return Step{};
+      return step_at(wave.pieces[size_t(task / per_piece)], task % per_piece * per_task, end_of(task), wide);
+    };
+    parallel(tasks, [&](int64_t task, Worker& worker) {
+      const int64_t end = end_of(task), piece = task / per_piece;
+      std::atomic<int64_t>& mine = added[size_t(task % per_piece)];
+      const auto wait = [&] {
+        for (int spins = 0; mine.load(std::memory_order_acquire) != piece && !failed.load(); ++spins) {
+          if (spins < 1000) __builtin_ia32_pause();
+          else std::this_thread::yield();
         }
+      };
+      try {
+        for (Step step = first(task); step.block < end;) {
+          const int64_t block = step.block + step.count;
+          const Step next = block < end ? step_at(*step.piece, block, end, wide) : first(task + call_.threads);
+          worker.used = 0;
+          f(step, next, worker, wait);
+          step = block < end ? next : Step{nullptr, end, 1};
+        }
+      } catch (...) {
+        failed.store(true);
+        throw;
       }
+      mine.store(piece + 1, std::memory_order_release);
     });
   }
 
