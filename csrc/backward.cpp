@@ -203,7 +203,7 @@ class Backward : Layer {
   void input_gradient(const Wave& wave, float* sum) {
     const Rows d_gate{d_gate_, inter_stride_}, d_up{d_up_, inter_stride_};
     const bool wide = !call_.gate.transposed && !call_.up.transposed;
-    parallel_columns(wave, call_.hidden, wide, [&](Step step, Step next, Worker& worker) {
+    parallel_ordered(wave, call_.hidden, wide, [&](Step step, Step next, Worker& worker, auto wait) {
       const Piece& piece = *step.piece;
       const Base base = this->base(kBackward, {kGate, kUp}, step), after = this->base(kBackward, {kGate, kUp}, next);
       Term terms[2 * kMaxAdapters + 2];
@@ -217,6 +217,7 @@ class Backward : Layer {
       for (int64_t row = piece.begin; row < piece.end; row += piece.chunk) {
         const Chunk call = chunk(wave, piece, row);
         multiply_masked(worker, step, terms, base, after, 2, 0, row, call);
+        wait();
         for (int64_t n = 0; n < step.count; ++n) {
           const int64_t block = step.block + n;
           kernels_.scatter_add(worker.c[0] + n * kFewRows * kBlock, nullptr, call.rows, block_columns(call_.hidden, block),

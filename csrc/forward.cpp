@@ -71,7 +71,7 @@ class Forward : Layer {
   }
 
   void down(const Wave& wave, Rows h, float* sum) {
-    parallel_columns(wave, call_.hidden, false, [&](Step step, Step next, Worker& worker) {
+    parallel_ordered(wave, call_.hidden, false, [&](Step step, Step next, Worker& worker, auto wait) {
       const Piece& piece = *step.piece;
       const int columns = block_columns(call_.hidden, step.block);
       const Base base = this->base(kForward, {kDown}, step), after = this->base(kForward, {kDown}, next);
@@ -83,6 +83,7 @@ class Forward : Layer {
         const Chunk call = chunk(wave, piece, row);
         const int count = call.rows;
         multiply(worker, terms, piece.adapters() + 1, base, row + piece.chunk < piece.end ? base : after, call, worker.c[0]);
+        wait();
         kernels_.scatter_add(worker.c[0], &routes_.weight[size_t(row)], count, columns, sum + step.block * kBlock, call_.hidden,
                              &routes_.token[size_t(row)]);
       }

@@ -29,7 +29,7 @@ overwrite_output_dir=false resume_from_checkpoint=true added.
 BENCH_EPILOG = """\
 Each first measures this machine and prints what a reader must know of it; figures are medians
 (decode: means) over repetitions in which the sides take turns. What every field means:
-python -m pydoc ktft.bench.experts, and likewise ktft.bench.train and ktft.bench.decode.
+python -m pydoc ktft.bench.experts, and likewise ktft.bench.overheads, .train and .decode.
 Let nothing else run meanwhile, and set the threads to the number of physical cores.
 """
 
@@ -209,6 +209,11 @@ def _add_bench(bench: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     experts.add_argument(
         "--repeat", metavar="N", type=_positive, help="timed rounds (default 21 up to 16 tokens, 7 above)"
     )
+    experts.add_argument(
+        "--overheads",
+        action="store_true",
+        help="also what a call costs besides its kernels, idle threads, and turns with torch's attention",
+    )
 
     train = add("train", "whole training steps on random weights", layer)
     train.add_argument("--config", metavar="FILE", help="a model's config.json, instead of sizes")
@@ -329,7 +334,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         from ktft.bench.layer import Shape
 
         shape = Shape(**options("hidden", "intermediate", "experts", "topk", "format", "lora_rank"))
-        experts.run(experts.Settings(shape, **options("tokens", "routing", "repeat", "directory"), **shared), report)
+        work = options("tokens", "routing", "repeat", "directory", "overheads")
+        experts.run(experts.Settings(shape, **work, **shared), report)
     elif arguments.bench == "train":
         from ktft.bench import train
 

@@ -159,7 +159,39 @@ def test_options_reach_the_benchmark(capsys: pytest.CaptureFixture[str], tmp_pat
     for line, tokens in zip(of(lines, "experts"), (2, 3), strict=True):
         expected = {"hidden": 64, "intermediate": 32, "experts": 4, "topk": 3, "tokens": tokens, "lora_rank": 2}
         assert expected.items() <= line.items() and line["routing"] == "zipf" and line["rounds"] == 1
+        assert line["uniform_fwd_ms"] > 0 and line["uniform_fwd_bwd_ratio"] > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_skewed_routing_is_compared_with_uniform_in_the_same_rounds(
+    monkeypatch: pytest.MonkeyPatch, probe: machine.Probe
+) -> None:
+    """By a clock that a forward moves by the rows of its busiest expert, and a forward+backward by thrice that."""
+    shape = dataclasses.replace(SHAPE, experts=64, topk=4)
+    now = 0.0
+
+    def forward(case: experts.Case, turn: int, *_: Any, factor: int = 1) -> None:
+        nonlocal now
+        now += factor * float(case.routing(turn).rows().max())
+
+    monkeypatch.setattr(experts, "_forward", forward)
+    monkeypatch.setattr(experts, "_forward_backward", lambda *arguments: forward(*arguments, factor=3))
+    monkeypatch.setattr(experts.time, "perf_counter", lambda: now)
+    settings = experts.Settings(shape, (300,), routing="zipf", repeat=1)
+    (case,) = experts._cases(settings)
+    monkeypatch.setattr(experts.Samples, "take", lambda self: None)
+    monkeypatch.setattr(experts.Samples, "medians", lambda self: dict.fromkeys(machine.Samples(probe)._rates, 1.0))
+    line = experts._measure(settings, case, None, [], None, probe, {})  # type: ignore[arg-type]
+    turn, half = 2, len(case.routings) // 2  # two rounds of warm-up
+    for kind, at, factor in (("fwd", turn, 1), ("fwd_bwd", turn + half, 3)):
+        skewed, even = (int(routing[at].rows().max()) for routing in (case.routings, case.uniform))
+        assert skewed > 3 * even
+        assert math.isclose(line[f"uniform_{kind}_ms"], factor * even * 1e3)
+        assert math.isclose(line[f"{kind}_ms"], factor * skewed * 1e3)
+        assert math.isclose(line[f"uniform_{kind}_ratio"], even / skewed, rel_tol=1e-5)
+    assert line["uniform_experts_touched"] == 64 and line["rows_max"] > 100
+    (plain,) = experts._cases(dataclasses.replace(settings, routing="uniform"))
+    assert not plain.uniform
 
 
 def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,20 @@ def test_level_never_exceeds_the_features(features: dict[str, bool], expected: s
     assert ops.choose_isa("scalar", features)[0] == "scalar"
 
 
+@pytest.mark.parametrize(
+    ("level", "features", "below"),
+    [("avx2", AVX2, "scalar"), ("avx512bf16", {**AVX512, "avx512_bf16": True}, "avx2")],
+)
+def test_a_level_needs_every_one_of_its_features(level: str, features: dict[str, bool], below: str) -> None:
+    assert ops.choose_isa(None, features)[0] == level
+    for name in features:
+        chosen, reason = ops.choose_isa(None, {**features, name: False})
+        assert chosen == ("scalar" if name in AVX2 else below), name
+        assert f"{level} lacks {name}" in reason
+        with pytest.raises(ValueError, match=f"{level} cannot run on this CPU, which lacks {name}"):
+            ops.choose_isa(level, {**features, name: False})
+
+
 def test_a_level_above_the_machine_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"avx512bf16 cannot run on this CPU, which lacks avx512_bf16"):
         ops.choose_isa("avx512bf16", AVX512)

@@ -12,6 +12,7 @@ import venv
 import zipfile
 from pathlib import Path
 
+import pytest
 import yaml
 from packaging.requirements import Requirement
 
@@ -60,6 +61,57 @@ def test_pre_commit_and_ci_run_the_same_linters() -> None:
     }.items():
         assert pinned[hook].removeprefix("v") in allowed[command.split()[0]], hook
         assert re.search(rf"(^|\| xargs ){command} ", ci, re.M), command
+
+
+@pytest.mark.parametrize(
+    ("weekday", "wanted", "sanitizers", "status", "ran"),
+    [
+        (1, None, 0, 0, True),
+        (2, None, 0, 0, False),
+        (7, None, 0, 0, False),
+        (1, "0", 0, 0, False),
+        (5, "1", 0, 0, True),
+        (1, None, 1, 1, True),  # a report
+        (1, None, 3, 0, True),  # not for this machine
+    ],
+)
+def test_ci_runs_the_sanitizers_on_mondays(
+    tmp_path: Path, weekday: int, wanted: str | None, sanitizers: int, status: int, ran: bool
+) -> None:
+    """The step as it stands in .ci/run, with stand-ins for the calendar, pip and the sanitizers."""
+    found = re.search(r"^if .*KTFT_WEEKLY.*?^fi$", (ROOT / ".ci" / "run").read_text(), re.M | re.S)
+    assert found
+    (tmp_path / "scripts").mkdir()
+    for name, line in (
+        ("date", f'[ "$*" = "-u +%u" ] && echo {weekday}'),
+        ("pip", '[ "$*" = "install pybind11" ]'),
+        ("scripts/sanitize.sh", f"echo ran; exit {sanitizers}"),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "KTFT_WEEKLY"}
+    environment |= {"PATH": f"{tmp_path}:{environment['PATH']}"} | ({"KTFT_WEEKLY": wanted} if wanted else {})
+    result = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", found[0] + "\necho end"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, "ran" in result.stdout) == (status, ran), result.stderr
+    assert ("end" in result.stdout) == (status == 0)
+
+
+def test_a_machine_without_a_sanitizer_is_named(tmp_path: Path) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\necho cannot find -lasan >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable}
+    script = [ROOT / "scripts" / "sanitize.sh"]
+    result = subprocess.run([*script, "address"], env=environment, capture_output=True, text=True)
+    assert result.returncode == 3 and "-fsanitize=address,undefined: cannot find -lasan" in result.stderr, result
+    result = subprocess.run([*script, "memory"], env=environment, capture_output=True, text=True)
+    assert result.returncode == 2 and "memory is not a sanitizer; valid: address, thread" in result.stderr
 
 
 def check_contents(wheel: Path) -> None:

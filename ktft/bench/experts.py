@@ -22,6 +22,9 @@ Fields of an ``experts`` record, with S = tokens * topk routes and 1 ms = 1e-3 s
     fwd_bwd_bandwidth_fraction  fwd_bwd_weight_gbs / read_gbs
     hf_fwd_ms, hf_fwd_bwd_ms    stock transformers, the faster of eager and grouped_mm, frozen experts, no LoRA;
                                 hf_fwd_ratio and hf_fwd_bwd_ratio are medians of ratios taken round by round
+    uniform_fwd_ms,             with --routing zipf: the same with uniform routings in the same rounds, as many rows on
+    uniform_fwd_bwd_ms          uniform_experts_touched experts; uniform_fwd_ratio and uniform_fwd_bwd_ratio are medians
+                                of uniform time / skewed time taken round by round: the speed that skew leaves
     rss_added_mb                highest resident memory of one forward+backward above that of a process that has made
                                 one call on a tiny expert, and has inputs and LoRA factors but no page of the weights
     anon_added_mb               the anonymous part of it; scratch is kept between calls, so it is that of the largest
@@ -38,7 +41,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +78,7 @@ class Settings:
         vs: None, or "hf" to measure stock transformers too.
         repeat: rounds; None takes 21 for up to 16 tokens and 7 above.
         directory: where the weights' file goes for the time being; None takes the system's temporary directory.
+        overheads: measure also what ``ktft.bench.overheads`` says, one more record.
     """
 
     shape: Shape
@@ -85,6 +89,7 @@ class Settings:
     vs: str | None = None
     repeat: int | None = None
     directory: str | None = None
+    overheads: bool = False
 
     def rounds(self, tokens: int) -> int:
         return self.repeat or (21 if tokens <= SHORT else 7)
@@ -92,11 +97,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Case:
-    """One token count's inputs: hidden states and output gradient [T, H], and the routings."""
+    """One token count's inputs: hidden states and output gradient [T, H], the routings, and where these are skewed
+    uniform ones to compare with."""
 
     hidden: torch.Tensor
     grad: torch.Tensor
     routings: list[Routing]
+    uniform: list[Routing]
 
     @property
     def tokens(self) -> int:
@@ -107,7 +114,8 @@ class Case:
 
 
 def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
-    """Measure and print: a ``machine`` record, an ``experts`` record per token count, an ``end`` record.
+    """Measure and print: a ``machine`` record, an ``experts`` record per token count, where asked for an ``overheads``
+    record, an ``end`` record.
 
     Args:
         settings: see there.
@@ -144,6 +152,10 @@ def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
             stock = StockExperts(directory, shape)
         for case, added in zip(cases, memory, strict=True):
             report.emit(_measure(settings, case, weights, lora, stock, probe, added))
+        if settings.overheads:
+            from ktft.bench import overheads
+
+            report.emit(overheads.measure(weights, shape, lora, settings.routing))
         report.emit({"record": "end", "load_average": load_average()})
 
 
@@ -153,7 +165,10 @@ def _cases(settings: Settings) -> list[Case]:
     cases = []
     for tokens in settings.tokens:
         hidden, grad = (torch.randn(tokens, shape.hidden, generator=generator).to(shape.compute) for _ in range(2))
-        cases.append(Case(hidden, grad, routings(shape, tokens, settings.routing, rotation_for(tokens))))
+        chosen = routings(shape, tokens, settings.routing, rotation_for(tokens))
+        skewed = settings.routing != "uniform"
+        uniform = routings(shape, tokens, "uniform", rotation_for(tokens)) if skewed else []
+        cases.append(Case(hidden, grad, chosen, uniform))
     return cases
 
 
@@ -218,7 +233,7 @@ def _first_call(shape: Shape) -> None:
     """One call on a single tiny expert: torch loads tens of MB of its own when an op is first differentiated."""
     small = Shape(16, 16, 1, 1, shape.format, 0)
     matrix = torch.zeros(1, 16, 16, dtype=shape.compute)
-    case = Case(matrix[0], matrix[0], routings(small, 16, "uniform", 1))
+    case = Case(matrix[0], matrix[0], routings(small, 16, "uniform", 1), [])
     _forward_backward(case, 0, ExpertWeights.from_tensors(matrix, matrix, matrix), [])
 
 
@@ -237,6 +252,10 @@ def _measure(
         "fwd": lambda turn: _forward(case, turn, weights),
         "fwd_bwd": lambda turn: _forward_backward(case, turn + half, weights, lora),
     }
+    if case.uniform:
+        even = replace(case, routings=case.uniform)
+        sides["uniform_fwd"] = lambda turn: _forward(even, turn, weights)
+        sides["uniform_fwd_bwd"] = lambda turn: _forward_backward(even, turn + half, weights, lora)
     hf_note: dict[str, str] = {}
     if stock is not None:
         stock_sides, hf_note = _stock_sides(case, stock, weights, half)
@@ -271,6 +290,7 @@ def _measure(
         **rates,
         **added,
         **(hf_figures(times) | hf_note if stock is not None else {}),
+        **(_uniform_figures(times, case) if case.uniform else {}),
         "rounds": settings.rounds(case.tokens),
     }
     about = {
@@ -282,6 +302,18 @@ def _measure(
         "routing": settings.routing,
     }
     return {"record": "experts", **{name: tidy(value) for name, value in figures.items()}, **about}
+
+
+def _uniform_figures(times: Mapping[str, Sequence[float]], case: Case) -> dict[str, float]:
+    """The ``uniform_`` fields."""
+    out = {"uniform_experts_touched": statistics.mean(len(routing.rows()) for routing in case.uniform)}
+    for kind in ("fwd", "fwd_bwd"):
+        ratios = [even / skewed for even, skewed in zip(times[f"uniform_{kind}"], times[kind], strict=True)]
+        out |= {
+            f"uniform_{kind}_ms": statistics.median(times[f"uniform_{kind}"]) * 1e3,
+            f"uniform_{kind}_ratio": statistics.median(ratios),
+        }
+    return out
 
 
 def _stock_sides(
