@@ -72,18 +72,23 @@ class Backward : Layer {
     return !gradients_.factors.empty() && gradients_.factors[size_t(adapter) * 6] != nullptr;
   }
 
-  // Experts without rows keep these zeros.
+  // Gradients of experts without rows; those of others are stored by their first piece.
   void clear_factors() {
-    for (int n = 0; n < adapters(); ++n) {
-      if (!wants_factors(n)) continue;
-      for (int factor = 0; factor < 6; ++factor) {
-        float* const grad = gradients_.factors[size_t(n * 6 + factor)];
-        const int64_t per_expert = factor_rows(n, factor) * factor_cols(n, factor);
-        advise_huge_pages(grad, size_t(call_.experts * per_expert) * sizeof(float));
-        parallel(call_.experts,
-                 [&](int64_t expert, Worker&) { memset(grad + expert * per_expert, 0, size_t(per_expert) * sizeof(float)); });
-      }
-    }
+    const int64_t per_expert = call_.adapter_ids ? adapters() + 1 : 1;
+    const auto each = [&](auto f) {
+      for (int n = 0; n < adapters(); ++n)
+        for (int factor = 0; wants_factors(n) && factor < 6; ++factor)
+          f(n, gradients_.factors[size_t(n * 6 + factor)],
+            size_t(factor_rows(n, factor) * factor_cols(n, factor)) * sizeof(float));
+    };
+    each([&](int, float* grad, size_t bytes) { advise_huge_pages(grad, size_t(call_.experts) * bytes); });
+    parallel(call_.experts, [&](int64_t expert, Worker&) {
+      each([&](int n, float* grad, size_t bytes) {
+        const size_t group = size_t(expert * per_expert + (call_.adapter_ids ? n + 1 : 0));
+        if (routes_.offset[group] == routes_.offset[group + 1])
+          memset(reinterpret_cast<char*>(grad) + size_t(expert) * bytes, 0, bytes);
+      });
+    });
   }
 
   void allocate() {
@@ -237,7 +242,8 @@ class Backward : Layer {
     // A is [rank, width], B is [width, rank]
     const bool is_a = factor % 2 == 0;
     grad += block * kBlock * (is_a ? 1 : rank);
-    for (int64_t j = 0; j < rank; ++j) {
+    if (piece.first) memset(worker.outer, 0, size_t(rank) * kBlock * sizeof(float));
+    for (int64_t j = 0; !piece.first && j < rank; ++j) {
       float* const row = worker.outer + j * kBlock;
       if (is_a) memcpy(row, grad + j * width, size_t(columns) * sizeof(float));
       else

@@ -46,7 +46,7 @@ void Layer::cut_waves(int64_t bytes_per_row) {
   for (int64_t g = 0; g < groups; ++g) {
     int64_t begin = routes_.offset[size_t(g)];
     const int64_t end = routes_.offset[size_t(g) + 1];
-    Piece piece{g / per_expert, 0, 0, 0, adapters(), 0};
+    Piece piece{g / per_expert, 0, 0, 0, adapters(), 0, true};
     if (call_.adapter_ids) {  // group 0 of an expert: no adapter; group n + 1: adapter n
       piece.last_adapter = int(g % per_expert);
       piece.first_adapter = std::max(piece.last_adapter - 1, 0);
@@ -54,6 +54,7 @@ void Layer::cut_waves(int64_t bytes_per_row) {
     if (wave.end - wave.begin + end - begin > budget) close(begin);  // only groups larger than a wave are split
     while (begin < end) {
       piece.begin = begin;
+      piece.first = begin == routes_.offset[size_t(g)];
       piece.end = std::min(end, begin + budget);
       const int64_t rows = piece.end - piece.begin, chunks = (rows + kChunk - 1) / kChunk;
       piece.chunk = (rows + chunks - 1) / chunks;

@@ -30,6 +30,7 @@ struct Piece {  // rows of one expert and one set of adapters: sorted positions 
   int64_t expert, begin, end;
   int first_adapter, last_adapter;  // adapters [first, last) apply to these rows
   int64_t chunk;                    // rows of a C tile: equal shares of the piece
+  bool first;                       // of its group of routes: no wave before had rows of the same expert and adapters
 
   int adapters() const { return last_adapter - first_adapter; }
 };

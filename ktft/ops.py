@@ -20,6 +20,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ktft import _C
+from ktft.buffers import Buffers
 from ktft.weights import FORMATS, LORA_NAMES, ExpertWeights, lookup, lora_shapes
 
 MAX_RANK = 256
@@ -27,6 +28,7 @@ MAX_ADAPTERS: int = _C.MAX_ADAPTERS
 _COMPUTE = {torch.bfloat16: 0, torch.float32: 1}
 _FORMAT_CODES = {"bf16": 0, "fp32": 1}
 _LORA_FORMATS = {torch.bfloat16: 0, torch.float32: 1}
+_buffers = Buffers()
 
 
 # --- ISA level and threads
@@ -265,7 +267,7 @@ def _forward_cpu(call: _Call, save: bool) -> tuple[torch.Tensor, torch.Tensor]:
     experts = _check(call)
     layer_call, _held = _layer_call(call, experts)
     out = torch.empty_like(call.hidden, memory_format=torch.contiguous_format)
-    saved = call.hidden.new_empty(call.saved_shape(experts, save))
+    saved = _buffers.empty(call.saved_shape(experts, save), call.hidden.dtype)
     _C.forward(layer_call, out.data_ptr(), saved.data_ptr() if save else 0)
     return out, saved
 
@@ -288,7 +290,7 @@ def _backward_cpu(
     d_hidden = torch.empty(hidden.shape if need_hidden else (0,), dtype=hidden.dtype)
     d_weights = torch.empty(call.top_k_weights.shape if need_weights else (0,), dtype=torch.float32)
     d_lora = [
-        torch.empty(t.shape if need else (0,), dtype=torch.float32)
+        _buffers.empty(t.shape if need else (0,), torch.float32)
         for t, need in zip(call.lora, need_factors, strict=True)
     ]
     _C.backward(
