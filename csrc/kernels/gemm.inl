@@ -22,7 +22,7 @@ constexpr int64_t kAheadStep = 8;  // groups of four words between two steps of 
 
 // How many stored rows of a panel's source are on their way into L2 before they are decoded. Not the whole source: where its
 // rows lie a power of two apart, they share few sets of L2 and would push each other out.
-constexpr int64_t kLeadRows = 64;
+constexpr int64_t kLeadRows = 32;
 
 // What a product does on the side: reads some cache lines ahead at each step, and decodes words of the next panel. Steps are
 // short: a burst of requests would wait for the few that can be under way, or be dropped.
