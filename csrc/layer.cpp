@@ -108,6 +108,13 @@ void Layer::gather(const Wave& wave, const Piece& chunk, const char* tensor, cha
   }
 }
 
+void Layer::arrange(const char* rows, int64_t stride, int64_t inside, int count, int64_t first, int64_t columns,
+                    int64_t elements, char* arranged) const {
+  if (!arranged) return;
+  kernels_.arrange_rows(rows + inside * stride + words(first) * 4, stride, count, words(first), words(columns), words(elements),
+                        arranged + inside * words(elements) * 4);
+}
+
 Block Layer::base_block(Direction direction, Projection p, Step step) const {
   const Matrices& m = matrices(p);
   const bool input_is_hidden = (p == kDown) == (direction == kBackward);
@@ -173,17 +180,23 @@ void Layer::add(Worker& worker, const Term& term, const Chunk& chunk, int64_t pa
   const Block& block = term.block;
   const bool is_words =
       block.format == kernels_.word_format && block.format == call_.compute && block.length % kernels_.group == 0;
-  Operands x{
-      term.rows.words + chunk.first * term.rows.stride, term.rows.stride, block.data, block.stride, block.length, block.format};
-  const auto as_rows_of_words = [&](char* rows) {
+  Operands x{term.rows.words + chunk.first * term.rows.stride,
+             term.rows.stride,
+             block.data,
+             block.stride,
+             block.length,
+             block.format,
+             {}};
+  if (term.rows.arranged) x.arranged = {term.rows.arranged + chunk.first * words(block.length) * 4, words(block.length), 0};
+  const auto as_rows_of_words = [&](char* rows, bool decoded) {
     if (is_words) return;
     const int64_t stride = words(x.length) * 4;
-    kernels_.decode_rows(block.format, x.b, x.b_stride, block.columns, x.length, rows, stride);
+    if (!decoded) kernels_.decode_rows(block.format, x.b, x.b_stride, block.columns, x.length, rows, stride);
     x.b = rows;
     x.b_stride = stride;
   };
   if (chunk.few) {
-    if (block.is_rows) as_rows_of_words(term.decoded);
+    if (block.is_rows) as_rows_of_words(term.decoded, false);
     (block.is_rows ? kernels_.multiply_rows : kernels_.multiply_columns)(x, chunk.rows, block.columns, c, ahead);
     return;
   }
@@ -191,10 +204,16 @@ void Layer::add(Worker& worker, const Term& term, const Chunk& chunk, int64_t pa
   char* const panel = term.decoded + begin / kernels_.group * kBlock * 4;
   x.a += begin / kernels_.group * 4;
   x.b += begin * (block.is_rows ? size_of(block.format) : block.stride);
+  x.arranged.first = begin / kernels_.group;
   x.length = std::min(part_length(), block.length - begin);
+  if (block.is_rows && !kernels_.multiply_phased) {
+    as_rows_of_words(panel, chunk.decoded);
+    kernels_.multiply_rows(x, chunk.rows, block.columns, c, ahead);
+    return;
+  }
   if (!chunk.decoded) {
     if (block.is_rows) {
-      as_rows_of_words(worker.rows);
+      as_rows_of_words(worker.rows, false);
       kernels_.decode_phased(x.b, x.b_stride, words(x.length), block.columns, panel);
     } else {
       kernels_.decode_panel(block.format, x.b, x.b_stride, x.length, block.columns, panel);
@@ -259,19 +278,23 @@ void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows 
   }
 }
 
-void Layer::inputs(const Wave& wave, char* x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up) {
+void Layer::inputs(const Wave& wave, char* x, char* arranged, const std::vector<LowRank>& gate,
+                   const std::vector<LowRank>& up) {
   parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
     const Piece& chunk = wave.chunks[size_t(task)];
     gather(wave, chunk, call_.x, x);
+    const int64_t inside = chunk.begin - wave.begin;
+    arrange(x, hidden_stride_, inside, int(chunk.end - chunk.begin), 0, call_.hidden, call_.hidden, arranged);
+    const Rows rows{x, hidden_stride_, arranged};
     for (int n = chunk.first_adapter; n < chunk.last_adapter; ++n) {
-      low_rank(worker, wave, chunk, {x, hidden_stride_}, kForward, n, 0, 0, gate[size_t(n)]);
-      low_rank(worker, wave, chunk, {x, hidden_stride_}, kForward, n, 2, 0, up[size_t(n)]);
+      low_rank(worker, wave, chunk, rows, kForward, n, 0, 0, gate[size_t(n)]);
+      low_rank(worker, wave, chunk, rows, kForward, n, 2, 0, up[size_t(n)]);
     }
   });
 }
 
 void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up, char* saved,
-                    char* h) {
+                    char* h, char* h_arranged) {
   const int64_t saved_element = size_of(call_.compute), saved_stride = 2 * call_.intermediate * saved_element;
   parallel_steps(wave, call_.intermediate, false, [&](Step step, Step next, Worker& worker) {
     const Piece& piece = *step.piece;
@@ -309,6 +332,7 @@ void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, 
         for (int i = 1; i <= piece.adapters(); ++i) add(worker, terms[p][i], call, 0, worker.c[p], {});
       kernels_.swiglu_forward(worker.c[kGate], worker.c[kUp], count, columns, saved_gate, saved_up, saved_stride, h_rows,
                               inter_stride_);
+      arrange(h, inter_stride_, inside, count, block * kBlock, columns, call_.intermediate, h_arranged);
     }
   });
 }

@@ -46,12 +46,16 @@ def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProce
 @pytest.mark.skipif(not cpu_flags(), reason="/proc/cpuinfo has no flags here: not x86")
 def test_cpu_features() -> None:
     features, flags = doctor.report()["cpu"]["features"], cpu_flags()
-    registers = {name: features.pop(name) for name in ("os_ymm", "os_zmm")}
-    assert {"avx2", "fma", "f16c", "avx512f", "avx512_bf16"} <= set(features)
+    registers = {name: features.pop(name) for name in ("os_ymm", "os_zmm", "os_amx", "amx_palette", "amx_permission")}
+    assert {"avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16"} <= set(features)
     assert features == {name: name in flags for name in features}
     # Linux hides a vector extension whose registers it does not save.
     assert registers["os_ymm"] or "avx" not in flags
     assert registers["os_zmm"] or "avx512f" not in flags
+    assert registers["os_amx"] or "amx_tile" not in flags
+    assert registers["amx_palette"] == ("amx_tile" in flags)
+    if not registers["os_amx"] or not registers["amx_palette"]:
+        assert not registers["amx_permission"]
 
 
 def test_cores() -> None:

@@ -27,6 +27,15 @@ constexpr int kChunk = 192;      // rows of a C tile: 48 KiB, which leaves L2 to
 
 enum Format : int { kBf16 = 0, kFp32 = 1 };
 
+// The words of a wave's or a product's activations once more, the other way round: rows in groups of 16 (the last group may be
+// smaller, n rows), a group as [words][n]. Group g begins 16 * g rows' words after `data`.
+struct Arranged {
+  const char* data = nullptr;
+  int64_t words = 0;  // of a row
+  int64_t first = 0;  // word at which the reduction begins
+};
+constexpr int kArrangedRows = 16;
+
 struct Operands {
   const char* a;       // activations: row i at a + i * a_stride
   ptrdiff_t a_stride;  // bytes
@@ -34,6 +43,7 @@ struct Operands {
   ptrdiff_t b_stride;  // bytes between rows; unused by panels
   int64_t length;      // elements of the reduction; panels: at most one part
   Format format;       // of the elements; columns only
+  Arranged arranged;   // the activations, if the caller keeps them so; rows only
 };
 
 // Memory that the caller will want next, brought into L2 bit by bit between the tiles of a product.
@@ -63,6 +73,8 @@ struct Kernels {
   int group;           // elements per word: 2 where bf16 pairs are multiplied directly, else 1
   Format word_format;  // format of the elements inside words: bf16 if group is 2, else fp32
 
+  // A level that reads rows where they lie however many rows A has: multiply_phased and decode_phased are null, and
+  // arrange_rows is not.
   using Product = void(const Operands& operands, int rows, int cols, float* c, const ReadAhead& ahead);
   Product *multiply_rows, *multiply_phased, *multiply_columns, *multiply_panel;
 
@@ -73,6 +85,11 @@ struct Kernels {
   void (*decode_panel)(Format format, const char* source, ptrdiff_t stride, int64_t rows, int cols, char* panel);
   // Rows of words, `words` long, of `cols` columns -> phased panel.
   void (*decode_phased)(const char* rows, ptrdiff_t stride, int64_t words, int cols, char* panel);
+
+  // `rows` rows of words -> words [first, first + count) of Arranged rows of `words` words. Null: the level has no use for
+  // them.
+  void (*arrange_rows)(const char* rows, ptrdiff_t stride, int count_rows, int64_t first, int64_t count, int64_t words,
+                       char* arranged);
 
   // h = silu(g) * u with g, u rounded to the compute dtype first (and saved so, unless null). h goes to rows of words.
   void (*swiglu_forward)(const float* gate, const float* up, int rows, int cols, char* saved_gate, char* saved_up,
@@ -104,5 +121,8 @@ struct Kernels {
 extern const Kernels kScalarKernels[2];
 extern const Kernels kAvx2Kernels[2];
 extern const Kernels kAvx512Bf16Kernels[2];
+// bf16 alone; fp32 has no tiles
+extern const Kernels kAmxKernels;
+extern const Kernels kAmxSoftKernels;
 
 }  // namespace ktft
