@@ -38,35 +38,48 @@ class Tiles {
   }
   static void release() { tile_file = {}; }
 
+  static void zero(int target) {
+    check_usable(target);
+    memset(tile_file.rows[target], 0, sizeof tile_file.rows[target]);
+  }
+  static void load(int target, const void* rows, ptrdiff_t stride) {
+    zero(target);
+    for (int row = 0; row < tile_file.config.rows[target]; ++row)
+      memcpy(tile_file.rows[target][row], static_cast<const char*>(rows) + row * stride, tile_file.config.row_bytes[target]);
+  }
+  static void store(int source, void* rows, ptrdiff_t stride) {
+    check_usable(source);
+    for (int row = 0; row < tile_file.config.rows[source]; ++row)
+      memcpy(static_cast<char*>(rows) + row * stride, tile_file.rows[source][row], tile_file.config.row_bytes[source]);
+  }
+  static void dot(int c, int a, int b) {
+    check_usable(c);
+    check_usable(a);
+    check_usable(b);
+    check(c != a && c != b && a != b, "dot: C, A and B are not three tiles");
+    const TileConfig& shape = tile_file.config;
+    check(shape.row_bytes[c] % 4 == 0, "dot: the rows of C are no whole words");
+    check(shape.rows[c] == shape.rows[a], "dot: C and A have different numbers of rows");
+    check(shape.row_bytes[c] == shape.row_bytes[b], "dot: C and B have rows of different lengths");
+    check(shape.row_bytes[a] == 4 * shape.rows[b], "dot: the words in a row of A are not the rows of B");
+    dot(shape.rows[c], shape.row_bytes[c] / 4, shape.rows[b], tile_file.rows[a], tile_file.rows[b], tile_file.rows[c]);
+  }
+
   template <int kTarget>
   static void zero() {
-    check_usable(kTarget);
-    memset(tile_file.rows[kTarget], 0, sizeof tile_file.rows[kTarget]);
+    zero(kTarget);
   }
   template <int kTarget>
   static void load(const void* rows, ptrdiff_t stride) {
-    zero<kTarget>();
-    for (int row = 0; row < tile_file.config.rows[kTarget]; ++row)
-      memcpy(tile_file.rows[kTarget][row], static_cast<const char*>(rows) + row * stride, tile_file.config.row_bytes[kTarget]);
+    load(kTarget, rows, stride);
   }
   template <int kSource>
   static void store(void* rows, ptrdiff_t stride) {
-    check_usable(kSource);
-    for (int row = 0; row < tile_file.config.rows[kSource]; ++row)
-      memcpy(static_cast<char*>(rows) + row * stride, tile_file.rows[kSource][row], tile_file.config.row_bytes[kSource]);
+    store(kSource, rows, stride);
   }
   template <int kC, int kA, int kB>
   static void dot() {
-    static_assert(kC != kA && kC != kB && kA != kB, "TDPBF16PS takes three different tiles");
-    check_usable(kC);
-    check_usable(kA);
-    check_usable(kB);
-    const TileConfig& shape = tile_file.config;
-    check(shape.row_bytes[kC] % 4 == 0, "dot: the rows of C are no whole words");
-    check(shape.rows[kC] == shape.rows[kA], "dot: C and A have different numbers of rows");
-    check(shape.row_bytes[kC] == shape.row_bytes[kB], "dot: C and B have rows of different lengths");
-    check(shape.row_bytes[kA] == 4 * shape.rows[kB], "dot: the words in a row of A are not the rows of B");
-    dot(shape.rows[kC], shape.row_bytes[kC] / 4, shape.rows[kB], tile_file.rows[kA], tile_file.rows[kB], tile_file.rows[kC]);
+    dot(kC, kA, kB);
   }
 
  private:
