@@ -30,12 +30,11 @@ PACKAGES = (
 AMX_FEATURES = {
     "amx_tile": "this CPU has no AMX",
     "amx_bf16": "this CPU's AMX does not multiply bf16",
-    "os_amx": "the operating system, or a hypervisor below it, does not save tile registers (XCR0 bits 17 and 18); Linux "
-    "does from 5.16 on",
-    "amx_palette": "the tile registers are not the eight of 16 rows of 64 bytes that the kernels are written for (CPUID "
-    "leaf 1Dh)",
-    "amx_permission": "Linux refused tile registers to this process (arch_prctl ARCH_REQ_XCOMP_PERM), as it does where a "
-    "thread's signal stack has no room for them; a container's seccomp filter can forbid asking",
+    "os_amx": "the operating system, or a hypervisor below it, does not save tile registers (XCR0 bits 17 and 18); "
+    "Linux does from 5.16 on",
+    "amx_palette": "the tile registers are not eight of 16 rows of 64 bytes (CPUID leaf 1Dh), as the kernels want them",
+    "amx_permission": "Linux refused tile registers to this process (arch_prctl ARCH_REQ_XCOMP_PERM), as it does where "
+    "a thread's signal stack has no room for them; a container's seccomp filter can forbid asking",
 }
 """What it means that one of them is missing."""
 

@@ -5,7 +5,8 @@ it and torch.compile can see it. The op is pure: no state between calls, any num
 backwards, from several threads. Modules call :func:`moe_experts`; the raw op is ``torch.ops.ktft.moe_experts``.
 
 Environment, read once at import: ``KTFT_ISA`` (a level of :func:`cpu_report`; a level above the machine is an error;
-``amx-soft`` is for tests, see :data:`TEST_LEVELS`) and ``KTFT_THREADS`` (default: ``torch.get_num_threads()`` at each call).
+``amx-soft`` is for tests, see :data:`TEST_LEVELS`) and ``KTFT_THREADS`` (default: ``torch.get_num_threads()`` at each
+call).
 """
 
 from __future__ import annotations

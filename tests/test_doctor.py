@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ktft import doctor, ops
+from tests.test_cpu import AMX
 
 ROOT = Path(__file__).parents[1]
 
@@ -116,7 +117,17 @@ def test_torch_and_kernels() -> None:
         assert doctor.report()["kernels"]["threads"] == 3
 
 
-@pytest.mark.parametrize("isa", ["auto", *ops.cpu_report()["levels"]])
+@pytest.mark.parametrize("name", doctor.AMX_FEATURES)
+def test_what_amx_lacks_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops._C, "cpu_features", lambda ask_for_tiles: {**AMX, name: False})
+    rows = [line.split(maxsplit=1) for line in doctor.as_text().splitlines()]
+    (amx,) = (row[1] for row in rows if row[0] == "amx")
+    assert amx == f"not available: no {name} ({doctor.AMX_FEATURES[name]})"
+    monkeypatch.setattr(ops._C, "cpu_features", lambda ask_for_tiles: AMX)
+    assert "amx             available" in doctor.as_text()
+
+
+@pytest.mark.parametrize("isa", ["auto", *ops.cpu_report()["levels"], *ops.TEST_LEVELS])
 def test_a_forced_level_is_shown_with_its_reason(isa: str) -> None:
     found = run_doctor(KTFT_ISA=isa, KTFT_THREADS="3")
     level = ops.cpu_report()["levels"][-1] if isa == "auto" else isa
