@@ -171,8 +171,8 @@ void multiply_rows_as_tiles(const Operands& x, int rows, int cols, float* c, con
   TileShape shape;
   for (int64_t part = 0; part < words; part += kPartWords) {
     const int64_t left = words - part, count = left < kPartWords ? left : kPartWords;
-    ReadAhead next;  // a whole reduction in one call: its next part
-    next.areas[0] = {x.b + 4 * (part + count), x.b_stride, cols, 4 * (left - count < kPartWords ? left - count : kPartWords)};
+    const int64_t after = left - count < kPartWords ? left - count : kPartWords;
+    const ReadAhead next{{{x.b + 4 * (part + count), x.b_stride, cols, 4 * after}}};  // of a whole reduction in one call
     AheadCursor cursor(left > count ? next : ahead, cursor_steps(rows, cols, count));
     for (int row = 0; row < rows; row += kRows) {
       const int some = rows - row < kRows ? rows - row : kRows;
@@ -228,6 +228,7 @@ template <class Mode>
 void multiply_columns_as_tiles(const Operands& x, int rows, int cols, float* c, const ReadAhead& ahead) {
   constexpr int kGroup = Mode::Dot::kGroup;
   alignas(64) char panel[kPartWords * kBlock * 4];
+  const ReadAhead nothing;  // cursors point to what they walk
   TileShape shape;
   for (int col = 0; col < cols; col += kBlock, c += kFewRows * kBlock) {
     const int some = cols - col < kBlock ? cols - col : kBlock;
@@ -235,7 +236,7 @@ void multiply_columns_as_tiles(const Operands& x, int rows, int cols, float* c, 
       const int64_t length = x.length - begin < kGroup * kPartWords ? x.length - begin : kGroup * kPartWords;
       const int64_t words = (length + kGroup - 1) / kGroup;
       const bool last = col + kBlock >= cols && begin + length == x.length;
-      AheadCursor cursor(last ? ahead : ReadAhead{}, cursor_steps(rows, some, words));
+      AheadCursor cursor(last ? ahead : nothing, cursor_steps(rows, some, words));
       decode_panel<Mode>(x.format, x.b + begin * x.b_stride + col * size_of(x.format), x.b_stride, length, some, panel);
       panel_as_tiles(x.a + begin / kGroup * 4, x.a_stride, words, panel, rows, some, c, shape, cursor);
     }
