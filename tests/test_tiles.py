@@ -109,12 +109,14 @@ def test_against_exact_arithmetic(tiles: Path, exponents: tuple[int, int]) -> No
     """Whole tiles of random numbers against the pseudocode in rational arithmetic, rounded step by step."""
     generator = random.Random(sum(exponents))
 
-    def matrix(rows: int, columns: int) -> list[list[float]]:
+    low, high = exponents
+
+    def matrix(rows: int, columns: int, low: int = low, high: int = high) -> list[list[float]]:
         draw = lambda: generator.choice((-1, 1)) * (1 + generator.randrange(128) / 128)  # noqa: E731
-        return [[draw() * 2.0 ** generator.randint(*exponents) for _ in range(columns)] for _ in range(rows)]
+        return [[draw() * 2.0 ** generator.randint(low, high) for _ in range(columns)] for _ in range(rows)]
 
     for m, n, k in ((16, 16, 16), (5, 3, 7), (1, 16, 2), (16, 1, 16)):
-        a, b, c = matrix(m, 2 * k), matrix(2 * k, n), matrix(m, n)
+        a, b, c = matrix(m, 2 * k), matrix(2 * k, n), matrix(m, n, max(2 * low, -126), 2 * high)
         actual = dot(tiles, c, a, b)
         for i in range(m):
             for j in range(n):
