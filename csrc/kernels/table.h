@@ -10,11 +10,13 @@
 //
 // A panel is [words][64]: a word k of column n holds elements group * k .. of column n. For few rows of A, reading B where it
 // lies is fastest; for many, a panel in L2 that all of them share. A phased panel holds the words in the order in which the
-// lanes of the rows product add them up, so that both layouts of a product give the same bits.
+// lanes of the rows product add them up, so that both layouts of a product give the same bits. A level may read rows where they
+// lie however many rows A has, and want A the other way round for that, see Arranged.
 //
 // A reduction is cut into parts of 512 words, so that a panel and what goes with it stay in L2; each part's sum is added to C.
-// Determinism: an element of C is a chain of additions for each part (rows: for each quarter of a vector in each part) whose
-// order depends on the reduction's length alone, never on the number of rows or columns, the tile, the layout, or the thread.
+// Determinism: an element of C is a chain of additions for each part (rows: for each quarter of a vector in each part; tiles:
+// see tiles.inl) whose order depends on the reduction's length alone, never on the number of rows or columns, the tile, the
+// layout, or the thread.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -27,14 +29,13 @@ constexpr int kChunk = 192;      // rows of a C tile: 48 KiB, which leaves L2 to
 
 enum Format : int { kBf16 = 0, kFp32 = 1 };
 
-// The words of a wave's or a product's activations once more, the other way round: rows in groups of 16 (the last group may be
-// smaller, n rows), a group as [words][n]. Group g begins 16 * g rows' words after `data`.
+// The words of rows the other way round: rows in groups of 16, the last group of what is left; a group of n rows as [words][n].
+// Group g begins after the words of 16 * g rows.
 struct Arranged {
   const char* data = nullptr;
   int64_t words = 0;  // of a row
   int64_t first = 0;  // word at which the reduction begins
 };
-constexpr int kArrangedRows = 16;
 
 struct Operands {
   const char* a;       // activations: row i at a + i * a_stride
@@ -73,8 +74,8 @@ struct Kernels {
   int group;           // elements per word: 2 where bf16 pairs are multiplied directly, else 1
   Format word_format;  // format of the elements inside words: bf16 if group is 2, else fp32
 
-  // A level that reads rows where they lie however many rows A has: multiply_phased and decode_phased are null, and
-  // arrange_rows is not.
+  // Null at a level that reads rows where they lie however many rows A has: multiply_phased, decode_phased. At others:
+  // arrange_rows.
   using Product = void(const Operands& operands, int rows, int cols, float* c, const ReadAhead& ahead);
   Product *multiply_rows, *multiply_phased, *multiply_columns, *multiply_panel;
 
@@ -86,9 +87,8 @@ struct Kernels {
   // Rows of words, `words` long, of `cols` columns -> phased panel.
   void (*decode_phased)(const char* rows, ptrdiff_t stride, int64_t words, int cols, char* panel);
 
-  // `rows` rows of words -> words [first, first + count) of Arranged rows of `words` words. Null: the level has no use for
-  // them.
-  void (*arrange_rows)(const char* rows, ptrdiff_t stride, int count_rows, int64_t first, int64_t count, int64_t words,
+  // Rows of `count` words -> words [first, first + count) of arranged rows of `words` words.
+  void (*arrange_rows)(const char* source, ptrdiff_t stride, int rows, int64_t first, int64_t count, int64_t words,
                        char* arranged);
 
   // h = silu(g) * u with g, u rounded to the compute dtype first (and saved so, unless null). h goes to rows of words.

@@ -145,21 +145,21 @@ inline int64_t cursor_steps(int64_t rows, int64_t cols, int64_t words) {
   return (tiles(rows) * tiles(cols) * tiles(words) + 3) / 4;
 }
 
-inline void arrange_rows(const char* rows, ptrdiff_t stride, int count_rows, int64_t first, int64_t count, int64_t words,
+inline void arrange_rows(const char* source, ptrdiff_t stride, int rows, int64_t first, int64_t count, int64_t words,
                          char* arranged) {
-  static_assert(kArrangedRows == kTile && kTile % Vec::kLanes == 0, "a group is the columns of a tile");
-  for (int row = 0; row < count_rows; row += kTile, rows += kTile * stride, arranged += 4 * kTile * words) {
-    const int n = count_rows - row < kTile ? count_rows - row : kTile;
+  static_assert(kTile % Vec::kLanes == 0, "a group of rows is the columns of a tile");
+  for (int row = 0; row < rows; row += kTile, source += kTile * stride, arranged += 4 * kTile * words) {
+    const int n = rows - row < kTile ? rows - row : kTile;
     char* const out = arranged + 4 * first * n;
     int64_t k = 0;
     for (; n == kTile && k + Vec::kLanes <= count; k += Vec::kLanes)
       for (int i = 0; i < kTile; i += Vec::kLanes) {
         Vec::W turned[Vec::kLanes];
-        Vec::transpose(rows + i * stride + 4 * k, stride, turned);
+        Vec::transpose(source + i * stride + 4 * k, stride, turned);
         for (int j = 0; j < Vec::kLanes; ++j) Vec::store_words(out + 4 * ((k + j) * kTile + i), turned[j]);
       }
     for (; k < count; ++k)
-      for (int i = 0; i < n; ++i) __builtin_memcpy(out + 4 * (k * n + i), rows + i * stride + 4 * k, 4);
+      for (int i = 0; i < n; ++i) __builtin_memcpy(out + 4 * (k * n + i), source + i * stride + 4 * k, 4);
   }
 }
 
