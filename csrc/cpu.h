@@ -21,8 +21,8 @@ struct CpuFeatures {
   bool amx_permission = false;  // Linux lets this process use tile registers
 };
 
-// Linux gives tile registers to processes that ask. That enlarges signal frames, so a process that will not use them should not
-// ask; without ask_for_tiles, or on a machine without AMX, amx_permission stays false.
+// Linux gives tile registers to processes that ask. That enlarges signal frames, so who has no use for them should not ask;
+// without ask_for_tiles, or on a machine without AMX, amx_permission stays false.
 CpuFeatures detect_cpu(bool ask_for_tiles);
 const char* isa_name(Isa isa);
 // Empty if `isa` may run with these features, else what is missing, e.g. "avx512_bf16". What can only be known, or asked for,

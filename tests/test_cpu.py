@@ -65,7 +65,7 @@ def test_what_amx_lacks_is_named(absent: list[str], named: str) -> None:
     features = {**AMX, **dict.fromkeys(absent, False)}
     with pytest.raises(ValueError, match=rf"KTFT_ISA=amx cannot run on this CPU, which lacks {named}\. "):
         ops.choose_isa("amx", features)
-    assert f"amx lacks {named})" in ops.choose_isa("auto", features)[1].replace(";", ")")
+    assert re.search(rf"amx lacks {named}[;)]", ops.choose_isa("auto", features)[1])
 
 
 def test_tile_registers_are_asked_for_only_where_they_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
