@@ -25,7 +25,12 @@ class Backward : Layer {
     const int64_t saved_stride = 2 * call_.intermediate * size_of(call_.compute);
     for (int n = 0; n < adapters(); ++n) wants_lora_ = wants_lora_ || wants_factors(n);
     needs_x_ = recompute_ || wants_lora_;
-    cut_waves((needs_x_ ? 2 : 1) * hidden_stride_ + 3 * inter_stride_ + (recompute_ ? saved_stride : 0) + rank_bytes);
+    x_arranged_row_ = arranged_row(call_.hidden, recompute_ && (!call_.gate.transposed || !call_.up.transposed));
+    dy_arranged_row_ = arranged_row(call_.hidden, call_.down.transposed);
+    d_gate_arranged_row_ = arranged_row(call_.intermediate, call_.gate.transposed);
+    d_up_arranged_row_ = arranged_row(call_.intermediate, call_.up.transposed);
+    cut_waves((needs_x_ ? 2 : 1) * hidden_stride_ + 3 * inter_stride_ + x_arranged_row_ + dy_arranged_row_ +
+              d_gate_arranged_row_ + d_up_arranged_row_ + (recompute_ ? saved_stride : 0) + rank_bytes);
     allocate();
     reserve();
     allocate();
@@ -41,8 +46,8 @@ class Backward : Layer {
     if (gradients_.top_k_weights) memset(gradients_.top_k_weights, 0, size_t(call_.tokens * call_.top_k) * sizeof(float));
 
     for (const Wave& wave : waves_) {
-      if (needs_x_) inputs(wave, x_, u_gate_, u_up_);
-      if (recompute_) gate_up(wave, {x_, hidden_stride_}, u_gate_, u_up_, saved_copy_, h_);
+      if (needs_x_) inputs(wave, x_, x_arranged_, u_gate_, u_up_);
+      if (recompute_) gate_up(wave, {x_, hidden_stride_, x_arranged_}, u_gate_, u_up_, saved_copy_, h_, nullptr);
       const char* wave_saved = recompute_ ? saved_copy_ : saved + wave.begin * saved_stride;
       output_gradients(wave, grad_out);
       activations_backward(wave, wave_saved, saved_stride);
@@ -64,6 +69,8 @@ class Backward : Layer {
   bool recompute_ = false, wants_lora_ = false, needs_x_ = false;
   float *sum_, *partial_;
   char *x_, *dy_, *saved_copy_, *h_, *d_gate_, *d_up_;
+  char *x_arranged_, *dy_arranged_, *d_gate_arranged_, *d_up_arranged_;
+  int64_t x_arranged_row_, dy_arranged_row_, d_gate_arranged_row_, d_up_arranged_row_;
   // u = s drop(input) Aᵀ as in forward; v = s dY Bd, and s d gate Bg, s d up Bu.
   std::vector<LowRank> u_gate_, u_up_, u_down_, v_down_, v_gate_, v_up_;
   std::vector<float*> weighted_u_, weighted_v_;  // w u_down, w v_down
@@ -101,6 +108,10 @@ class Backward : Layer {
     h_ = take<char>(wave_rows_ * inter_stride_);
     d_gate_ = take<char>(wave_rows_ * inter_stride_);
     d_up_ = take<char>(wave_rows_ * inter_stride_);
+    x_arranged_ = take_arranged(x_arranged_row_);
+    dy_arranged_ = take_arranged(dy_arranged_row_);
+    d_gate_arranged_ = take_arranged(d_gate_arranged_row_);
+    d_up_arranged_ = take_arranged(d_up_arranged_row_);
     partial_ = take<float>(wave_rows_ * blocks(call_.intermediate));
     for (std::vector<LowRank>* lows : {&u_gate_, &u_up_, &u_down_, &v_down_, &v_gate_, &v_up_}) {
       lows->clear();
@@ -116,6 +127,8 @@ class Backward : Layer {
     parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
       const Piece& chunk = wave.chunks[size_t(task)];
       gather(wave, chunk, grad_out, dy_);
+      arrange(dy_, hidden_stride_, chunk.begin - wave.begin, int(chunk.end - chunk.begin), 0, call_.hidden, call_.hidden,
+              dy_arranged_);
       for (int n = chunk.first_adapter; n < chunk.last_adapter; ++n)
         low_rank(worker, wave, chunk, {dy_, hidden_stride_}, kBackward, n, 5, -1, v_down_[size_t(n)]);
     });
@@ -147,7 +160,7 @@ class Backward : Layer {
     parallel_steps(wave, call_.intermediate, !call_.down.transposed, [&](Step step, Step next, Worker& worker) {
       const Piece& piece = *step.piece;
       const Base base = this->base(kBackward, {kDown}, step), after = this->base(kBackward, {kDown}, next);
-      Term terms[kMaxAdapters + 1] = {{{dy_, hidden_stride_}, base.blocks[0]}};
+      Term terms[kMaxAdapters + 1] = {{{dy_, hidden_stride_, dy_arranged_}, base.blocks[0]}};
       for (int n = piece.first_adapter; n < piece.last_adapter; ++n)
         terms[1 + n - piece.first_adapter] = {low_rank_rows(v_down_[size_t(n)], n),
                                               lora_block(kBackward, n, 4, piece.expert, step.block, step.count)};
@@ -169,6 +182,9 @@ class Backward : Layer {
                                    block_columns(call_.intermediate, block), gate, gate + call_.intermediate * element,
                                    saved_stride, d_gate_ + words_at, d_up_ + words_at, h_ + words_at, inter_stride_,
                                    partial_ + inside * column_blocks + block, column_blocks);
+          const int columns = block_columns(call_.intermediate, block);
+          for (const auto& [rows, arranged] : {std::pair{d_gate_, d_gate_arranged_}, std::pair{d_up_, d_up_arranged_}})
+            arrange(rows, inter_stride_, inside, call.rows, block * kBlock, columns, call_.intermediate, arranged);
         }
       }
     });
@@ -206,7 +222,7 @@ class Backward : Layer {
   }
 
   void input_gradient(const Wave& wave, float* sum) {
-    const Rows d_gate{d_gate_, inter_stride_}, d_up{d_up_, inter_stride_};
+    const Rows d_gate{d_gate_, inter_stride_, d_gate_arranged_}, d_up{d_up_, inter_stride_, d_up_arranged_};
     const bool wide = !call_.gate.transposed && !call_.up.transposed;
     parallel_ordered(wave, call_.hidden, wide, [&](Step step, Step next, Worker& worker, auto wait) {
       const Piece& piece = *step.piece;

@@ -69,6 +69,11 @@ CpuFeatures features_from(const py::dict& flags) {
   f.avx512_bf16 = get("avx512_bf16");
   f.os_ymm = get("os_ymm");
   f.os_zmm = get("os_zmm");
+  f.amx_tile = get("amx_tile");
+  f.amx_bf16 = get("amx_bf16");
+  f.os_amx = get("os_amx");
+  f.amx_palette = get("amx_palette");
+  f.amx_permission = get("amx_permission");
   return f;
 }
 
@@ -84,6 +89,11 @@ py::dict features_dict(const CpuFeatures& f) {
   d["avx512_bf16"] = f.avx512_bf16;
   d["os_ymm"] = f.os_ymm;
   d["os_zmm"] = f.os_zmm;
+  d["amx_tile"] = f.amx_tile;
+  d["amx_bf16"] = f.amx_bf16;
+  d["os_amx"] = f.os_amx;
+  d["amx_palette"] = f.amx_palette;
+  d["amx_permission"] = f.amx_permission;
   return d;
 }
 
@@ -118,8 +128,8 @@ PYBIND11_MODULE(_C, m) {
       py::call_guard<py::gil_scoped_release>());
 
   m.def(
-      "cpu_features", [] { return features_dict(detect_cpu()); },
-      "CPU features that matter here, as this process may use them.");
+      "cpu_features", [](bool ask_for_tiles) { return features_dict(detect_cpu(ask_for_tiles)); }, py::arg("ask_for_tiles"),
+      "CPU features that matter here, as this process may use them; tile registers only if it asks.");
   m.def(
       "isa_levels",
       [](const py::dict& features) {

@@ -15,7 +15,9 @@ class Forward : Layer {
   void run(char* out, char* saved) {
     int64_t rank_bytes = 0;
     for (const Adapter& adapter : call_.adapters) rank_bytes += 3 * (adapter.rank + words(adapter.rank)) * 4;
-    cut_waves(hidden_stride_ + inter_stride_ + rank_bytes);
+    x_arranged_row_ = arranged_row(call_.hidden, !call_.gate.transposed || !call_.up.transposed);
+    h_arranged_row_ = arranged_row(call_.intermediate, !call_.down.transposed);
+    cut_waves(hidden_stride_ + inter_stride_ + x_arranged_row_ + h_arranged_row_ + rank_bytes);
     allocate();
     reserve();
     allocate();
@@ -32,9 +34,10 @@ class Forward : Layer {
       memset(sum + first * call_.hidden, 0, size_t(count * call_.hidden) * sizeof(float));
     });
     for (const Wave& wave : waves_) {
-      inputs(wave, x_, gate_, up_);
-      gate_up(wave, {x_, hidden_stride_}, gate_, up_, saved ? saved + wave.begin * saved_stride : nullptr, h_);
-      const Rows h{h_, inter_stride_};
+      inputs(wave, x_, x_arranged_, gate_, up_);
+      gate_up(wave, {x_, hidden_stride_, x_arranged_}, gate_, up_, saved ? saved + wave.begin * saved_stride : nullptr, h_,
+              h_arranged_);
+      const Rows h{h_, inter_stride_, h_arranged_};
       if (adapters() > 0) {
         parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
           const Piece& chunk = wave.chunks[size_t(task)];
@@ -55,7 +58,8 @@ class Forward : Layer {
 
  private:
   float* sum_;
-  char *x_, *h_;
+  char *x_, *x_arranged_, *h_, *h_arranged_;
+  int64_t x_arranged_row_, h_arranged_row_;
   std::vector<LowRank> gate_, up_, down_;
 
   void allocate() {
@@ -63,7 +67,9 @@ class Forward : Layer {
     take_workers();
     sum_ = take<float>(call_.compute == kFp32 ? 0 : call_.tokens * call_.hidden);
     x_ = take<char>(wave_rows_ * hidden_stride_);
+    x_arranged_ = take_arranged(x_arranged_row_);
     h_ = take<char>(wave_rows_ * inter_stride_);
+    h_arranged_ = take_arranged(h_arranged_row_);
     for (std::vector<LowRank>* lows : {&gate_, &up_, &down_}) {
       lows->clear();
       for (const Adapter& adapter : call_.adapters) lows->push_back(take_low_rank(adapter.rank));

@@ -107,6 +107,13 @@ void Layer::gather(const Wave& wave, const Piece& chunk, const char* tensor, cha
   }
 }
 
+void Layer::arrange(const char* rows, int64_t stride, int64_t inside, int count, int64_t first, int64_t columns,
+                    int64_t elements, char* arranged) const {
+  if (!arranged) return;
+  kernels_.arrange_rows(rows + inside * stride + words(first) * 4, stride, count, words(first), words(columns), words(elements),
+                        arranged + inside * words(elements) * 4);
+}
+
 Block Layer::base_block(Direction direction, Projection p, Step step) const {
   const Matrices& m = matrices(p);
   const bool input_is_hidden = (p == kDown) == (direction == kBackward);
@@ -205,15 +212,23 @@ Ahead Layer::ahead_of(const Base& base, int64_t index, const Base& after) const 
   return ahead;
 }
 
-void Layer::add_in_place(Worker& worker, const Term& term, const Chunk& chunk, float* c, const Ahead& ahead) const {
+void Layer::add_in_place(Worker& worker, const Term& term, const Chunk& chunk, int64_t begin, int64_t length, float* c,
+                         const Ahead& ahead) const {
   const Block& block = term.block;
-  Operands x{
-      term.rows.words + chunk.first * term.rows.stride, term.rows.stride, block.data, block.stride, block.length, block.format};
+  const int64_t first = begin / kernels_.group;
+  Operands x{term.rows.words + chunk.first * term.rows.stride + first * 4,
+             term.rows.stride,
+             block.data + begin * (block.is_rows ? size_of(block.format) : block.stride),
+             block.stride,
+             length,
+             block.format,
+             {}};
+  if (term.rows.arranged) x.arranged = {term.rows.arranged + chunk.first * words(block.length) * 4, words(block.length), first};
   const bool is_words =
       block.format == kernels_.word_format && block.format == call_.compute && block.length % kernels_.group == 0;
   if (block.is_rows && !is_words) {
-    x.b_stride = words(block.length) * 4;
-    kernels_.decode_rows(block.format, block.data, block.stride, block.columns, block.length, worker.rows, x.b_stride);
+    x.b_stride = words(length) * 4;
+    kernels_.decode_rows(block.format, x.b, block.stride, block.columns, length, worker.rows, x.b_stride);
     x.b = worker.rows;
   }
   (block.is_rows ? kernels_.multiply_rows : kernels_.multiply_columns)(x, chunk.rows, block.columns, c, ahead);
@@ -227,23 +242,28 @@ void Layer::add_panel(const Term& term, const Chunk& chunk, int64_t part, const 
                    panel,
                    0,
                    std::min(part_length(), term.block.length - begin),
-                   term.block.format};
+                   term.block.format,
+                   {}};
   (term.block.is_rows ? kernels_.multiply_phased : kernels_.multiply_panel)(x, chunk.rows, term.block.columns, c, ahead);
 }
 
 void Layer::add_base(Worker& worker, const Term& term, const Chunk& chunk, int64_t part, float* c, Ahead ahead) const {
-  if (chunk.few) return add_in_place(worker, term, chunk, c, ahead);
-  char* const panel = worker.panels[worker.turn];
+  if (chunk.few) return add_in_place(worker, term, chunk, 0, term.block.length, c, ahead);
+  const bool from_panel = !reads_in_place(term.block);
   const PanelSource wanted = source(term.block, part);
-  if (!(worker.ready == wanted)) kernels_.decode_panel(wanted, panel);
-  worker.turn ^= 1;
+  char* const panel = worker.panels[worker.turn];
+  if (from_panel) {
+    if (!(worker.ready == wanted)) kernels_.decode_panel(wanted, panel);
+    worker.turn ^= 1;
+  }
   worker.ready = ahead.next;
   ahead.next_panel = worker.panels[worker.turn];
-  add_panel(term, chunk, part, panel, c, ahead);
+  if (from_panel) add_panel(term, chunk, part, panel, c, ahead);
+  else add_in_place(worker, term, chunk, part * part_length(), wanted.length, c, ahead);
 }
 
 void Layer::add_lora(Worker& worker, const Term& term, const Chunk& chunk, float* c) const {
-  if (chunk.few) return add_in_place(worker, term, chunk, c, {});
+  if (chunk.few || reads_in_place(term.block)) return add_in_place(worker, term, chunk, 0, term.block.length, c, {});
   for (int64_t part = 0; part < parts(term.block); ++part) {
     kernels_.decode_panel(source(term.block, part), worker.lora_panel);
     add_panel(term, chunk, part, worker.lora_panel, c, {});
@@ -305,19 +325,23 @@ void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows 
   }
 }
 
-void Layer::inputs(const Wave& wave, char* x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up) {
+void Layer::inputs(const Wave& wave, char* x, char* arranged, const std::vector<LowRank>& gate,
+                   const std::vector<LowRank>& up) {
   parallel(int64_t(wave.chunks.size()), [&](int64_t task, Worker& worker) {
     const Piece& chunk = wave.chunks[size_t(task)];
     gather(wave, chunk, call_.x, x);
+    const int64_t inside = chunk.begin - wave.begin;
+    arrange(x, hidden_stride_, inside, int(chunk.end - chunk.begin), 0, call_.hidden, call_.hidden, arranged);
+    const Rows rows{x, hidden_stride_, arranged};
     for (int n = chunk.first_adapter; n < chunk.last_adapter; ++n) {
-      low_rank(worker, wave, chunk, {x, hidden_stride_}, kForward, n, 0, 0, gate[size_t(n)]);
-      low_rank(worker, wave, chunk, {x, hidden_stride_}, kForward, n, 2, 0, up[size_t(n)]);
+      low_rank(worker, wave, chunk, rows, kForward, n, 0, 0, gate[size_t(n)]);
+      low_rank(worker, wave, chunk, rows, kForward, n, 2, 0, up[size_t(n)]);
     }
   });
 }
 
 void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up, char* saved,
-                    char* h) {
+                    char* h, char* h_arranged) {
   const int64_t saved_element = size_of(call_.compute), saved_stride = 2 * call_.intermediate * saved_element;
   parallel_steps(wave, call_.intermediate, false, [&](Step step, Step next, Worker& worker) {
     const Piece& piece = *step.piece;
@@ -351,6 +375,7 @@ void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, 
               call, worker.c[p]);
       kernels_.swiglu_forward(worker.c[kGate], worker.c[kUp], count, columns, saved_gate, saved_up, saved_stride, h_rows,
                               inter_stride_);
+      arrange(h, inter_stride_, inside, count, block * kBlock, columns, call_.intermediate, h_arranged);
     }
   });
 }

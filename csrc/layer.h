@@ -23,7 +23,8 @@ inline int block_columns(int64_t columns, int64_t block, int64_t count = 1) {
 // The rows of words of a wave, one per sorted position.
 struct Rows {
   const char* words = nullptr;
-  int64_t stride = 0;  // bytes
+  int64_t stride = 0;              // bytes
+  const char* arranged = nullptr;  // the same words as the level's product of rows wants them, chunk after chunk; or null
 };
 
 struct Piece {  // rows of one expert and one set of adapters: sorted positions [begin, end)
@@ -132,6 +133,19 @@ class Layer {
   void cut_waves(int64_t bytes_per_row);
   // Bytes from row to row: rows a power of two apart would share few sets of L1 (products read 6 of them at once).
   int64_t row_stride(int64_t elements) const { return ((words(elements) * 4 + 63) / 64 | 1) * 64; }
+  // Bytes of an arranged row, for rows that meet the stored rows of a matrix; 0 where the level arranges none.
+  int64_t arranged_row(int64_t elements, bool meets_rows) const {
+    return meets_rows && kernels_.arrange_rows ? words(elements) * 4 : 0;
+  }
+  // Scratch for a wave's arranged rows, null if there are none.
+  char* take_arranged(int64_t row) {
+    char* const rows = take<char>(wave_rows_ * row);
+    return row > 0 ? rows : nullptr;
+  }
+  // Columns [first, first + columns) of `count` rows of a wave from row `inside`, which is where a chunk begins; nothing if
+  // `arranged` is null.
+  void arrange(const char* rows, int64_t stride, int64_t inside, int count, int64_t first, int64_t columns, int64_t elements,
+               char* arranged) const;
   // The chunk's rows of a tensor [T, H] in the compute dtype, as words.
   void gather(const Wave& wave, const Piece& chunk, const char* tensor, char* rows) const;
 
@@ -226,12 +240,15 @@ class Layer {
   const char* factor_address(int adapter, int factor, int64_t expert) const;
   // What goes on beside the product of `base` at `index`: its next panels, or those of `after`, the step after it.
   Ahead ahead_of(const Base& base, int64_t index, const Base& after) const;
-  // c += the whole of the term's product, weights read where they lie.
-  void add_in_place(Worker& worker, const Term& term, const Chunk& chunk, float* c, const Ahead& ahead) const;
+  // Whether the level reads such a block where it lies however many rows it meets.
+  bool reads_in_place(const Block& block) const { return block.is_rows && !kernels_.multiply_phased; }
+  // c += the term's product over elements [begin, begin + length), weights read where they lie.
+  void add_in_place(Worker& worker, const Term& term, const Chunk& chunk, int64_t begin, int64_t length, float* c,
+                    const Ahead& ahead) const;
   // c += one part of the term's product, from a panel.
   void add_panel(const Term& term, const Chunk& chunk, int64_t part, const char* panel, float* c, const Ahead& ahead) const;
-  // c += one product of a base: the whole of it in place, or one part from a panel. The panel may have been decoded beside the
-  // product before; ahead.next is decoded beside this one.
+  // c += one product of a base: few rows the whole of it in place, others one part, in place or from a panel. The panel may
+  // have been decoded beside the product before; ahead.next is decoded beside this one.
   void add_base(Worker& worker, const Term& term, const Chunk& chunk, int64_t part, float* c, Ahead ahead) const;
   void add_lora(Worker& worker, const Term& term, const Chunk& chunk, float* c) const;
   // c = the sum of the terms: those of `base`, then LoRA's. `areas` are read ahead beside the last product of `base`.
@@ -245,9 +262,9 @@ class Layer {
                 int dropout_site, const LowRank& low) const;
 
   // Phases that backward runs again.
-  void inputs(const Wave& wave, char* x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up);
-  void gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up, char* saved,
-               char* h);
+  void inputs(const Wave& wave, char* x, char* arranged, const std::vector<LowRank>& gate, const std::vector<LowRank>& up);
+  void gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, const std::vector<LowRank>& up, char* saved, char* h,
+               char* h_arranged);
   Rows low_rank_rows(const LowRank& low, int adapter) const;
 
  private:

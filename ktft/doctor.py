@@ -27,6 +27,17 @@ PACKAGES = (
     "numpy",
 )
 
+AMX_FEATURES = {
+    "amx_tile": "this CPU has no AMX",
+    "amx_bf16": "this CPU's AMX does not multiply bf16",
+    "os_amx": "the operating system, or a hypervisor below it, does not save tile registers (XCR0 bits 17 and 18); "
+    "Linux does from 5.16 on",
+    "amx_palette": "the tile registers are not eight of 16 rows of 64 bytes (CPUID leaf 1Dh), as the kernels want them",
+    "amx_permission": "Linux refused tile registers to this process (arch_prctl ARCH_REQ_XCOMP_PERM), as it does where "
+    "a thread's signal stack has no room for them; a container's seccomp filter can forbid asking",
+}
+"""What it means that one of them is missing."""
+
 
 def report() -> dict[str, Any]:
     """Everything doctor knows, JSON-ready: ``cpu``, ``kernels``, ``memory_gb``, ``numa_nodes``, ``torch``, ``cuda``,
@@ -76,6 +87,7 @@ def as_text() -> str:
         "Kernels": {
             "chosen": f"{kernels['chosen']} ({kernels['reason']})",
             "available": ", ".join(kernels["levels"]),
+            "amx": _amx_text(kernels["missing"]),
             "threads": str(kernels["threads"]),
             "build": ", ".join(f"{key} {value}" for key, value in kernels["build"].items()),
         },
@@ -94,6 +106,13 @@ def as_text() -> str:
     for title, rows in sections.items():
         lines += [title, *(f"  {name:<16}{value}" for name, value in rows.items())]
     return "\n".join([*lines, found["platform"]])
+
+
+def _amx_text(missing: dict[str, str]) -> str:
+    if "amx" not in missing:
+        return "available"
+    named = [f"{name} ({AMX_FEATURES[name]})" if name in AMX_FEATURES else name for name in missing["amx"].split()]
+    return f"not available: no {', no '.join(named)}"
 
 
 def _cpu_model() -> str:

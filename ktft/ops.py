@@ -4,8 +4,9 @@ What backward needs is an *output* of the forward op (torch.library's rule), so 
 it and torch.compile can see it. The op is pure: no state between calls, any number of forwards before any number of
 backwards, from several threads. Modules call :func:`moe_experts`; the raw op is ``torch.ops.ktft.moe_experts``.
 
-Environment, read once at import: ``KTFT_ISA`` (a level of :func:`cpu_report`; a level above the machine is an error)
-and ``KTFT_THREADS`` (default: ``torch.get_num_threads()`` at each call).
+Environment, read once at import: ``KTFT_ISA`` (a level of :func:`cpu_report`; a level above the machine is an error;
+``amx-soft`` is for tests, see :data:`TEST_LEVELS`) and ``KTFT_THREADS`` (default: ``torch.get_num_threads()`` at each
+call).
 """
 
 from __future__ import annotations
@@ -34,10 +35,22 @@ _buffers = Buffers()
 # --- ISA level and threads
 
 
-def isa_levels(features: dict[str, bool] | None = None) -> dict[str, str]:
+TEST_LEVELS = ("amx-soft",)
+"""Twins of levels in plain C++, which run on every machine and slowly. Never chosen and never listed; ``KTFT_ISA`` and
+:func:`override` take them, so that tests can run a level's code where its instructions are missing."""
+
+
+def isa_levels(features: dict[str, bool] | None = None, *, ask_for_tiles: bool = True) -> dict[str, str]:
     """Every ISA level, lowest first, with the CPU features it lacks ('' if it may run on this machine, or on
-    ``features``)."""
-    return dict(_C.isa_levels(_C.cpu_features() if features is None else features))
+    ``features``).
+
+    Args:
+        features: of a machine; None takes this one's.
+        ask_for_tiles: on this machine, have Linux give the process tile registers if only that is missing for amx.
+            Without asking, amx counts as unavailable.
+    """
+    levels = _C.isa_levels(_C.cpu_features(ask_for_tiles) if features is None else features)
+    return {name: missing for name, missing in levels if name not in TEST_LEVELS}
 
 
 def choose_isa(requested: str | None, features: dict[str, bool] | None = None) -> tuple[str, str]:
@@ -46,7 +59,9 @@ def choose_isa(requested: str | None, features: dict[str, bool] | None = None) -
     Raises:
         ValueError: the requested level is unknown, or above the machine.
     """
-    levels = isa_levels(features)
+    if requested in TEST_LEVELS:
+        return requested, "asked for by KTFT_ISA; for tests only"
+    levels = isa_levels(features, ask_for_tiles=requested in (None, "", "auto", "amx"))
     available = [name for name, missing in levels.items() if not missing]
     if requested in (None, "", "auto"):
         above = [f"{name} lacks {missing}" for name, missing in levels.items() if missing]
@@ -73,7 +88,7 @@ def _threads_from_environment() -> int | None:
     return int(text)
 
 
-_LEVELS = tuple(isa_levels())
+_LEVELS = tuple(name for name, _missing in _C.isa_levels({}))
 _isa, _isa_reason = choose_isa(os.environ.get("KTFT_ISA"))
 _threads: int | None = _threads_from_environment()
 
@@ -104,7 +119,7 @@ def cpu_report() -> dict[str, Any]:
     ``threads``, ``build``."""
     levels = isa_levels()
     return {
-        "features": _C.cpu_features(),
+        "features": _C.cpu_features(True),
         "levels": [name for name, missing in levels.items() if not missing],
         "missing": {name: missing for name, missing in levels.items() if missing},
         "chosen": _isa,

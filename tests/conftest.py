@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,25 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # No test may reach a model hub by accident.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+# --- kernels
+
+
+@pytest.fixture(scope="session")
+def kernel_objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The object file of each ISA level, twins for tests included."""
+    from ktft import ops
+
+    for tool in ("cmake", "objdump", "nm"):
+        assert shutil.which(tool), f"{tool} is needed to compile and disassemble the kernels"
+    build, source = tmp_path_factory.mktemp("kernels"), Path(__file__).parent.parent / "csrc"
+    configure = ["cmake", "-S", source, "-B", build, "-DKTFT_KERNELS_ONLY=ON", "-DCMAKE_BUILD_TYPE=Release"]
+    subprocess.run(configure, check=True, capture_output=True, timeout=120)
+    subprocess.run(["cmake", "--build", build, "-j2"], check=True, capture_output=True, timeout=300)
+    found = {path.name.split(".")[0].replace("_", "-"): path for path in build.rglob("*.cpp.o")}
+    assert set(found) == {*ops.isa_levels(), *ops.TEST_LEVELS}
+    return found
 
 
 # --- training and chatting

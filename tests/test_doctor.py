@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ktft import doctor, ops
+from tests.test_cpu import AMX
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,12 +47,16 @@ def run_doctor(*arguments: str, **environment: str) -> subprocess.CompletedProce
 @pytest.mark.skipif(not cpu_flags(), reason="/proc/cpuinfo has no flags here: not x86")
 def test_cpu_features() -> None:
     features, flags = doctor.report()["cpu"]["features"], cpu_flags()
-    registers = {name: features.pop(name) for name in ("os_ymm", "os_zmm")}
-    assert {"avx2", "fma", "f16c", "avx512f", "avx512_bf16"} <= set(features)
+    registers = {name: features.pop(name) for name in ("os_ymm", "os_zmm", "os_amx", "amx_palette", "amx_permission")}
+    assert {"avx2", "fma", "f16c", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16"} <= set(features)
     assert features == {name: name in flags for name in features}
     # Linux hides a vector extension whose registers it does not save.
     assert registers["os_ymm"] or "avx" not in flags
     assert registers["os_zmm"] or "avx512f" not in flags
+    assert registers["os_amx"] or "amx_tile" not in flags
+    assert registers["amx_palette"] == ("amx_tile" in flags)
+    if not registers["os_amx"] or not registers["amx_palette"]:
+        assert not registers["amx_permission"]
 
 
 def test_cores() -> None:
@@ -112,7 +117,17 @@ def test_torch_and_kernels() -> None:
         assert doctor.report()["kernels"]["threads"] == 3
 
 
-@pytest.mark.parametrize("isa", ["auto", *ops.cpu_report()["levels"]])
+@pytest.mark.parametrize("name", doctor.AMX_FEATURES)
+def test_what_amx_lacks_is_explained(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops._C, "cpu_features", lambda ask_for_tiles: {**AMX, name: False})
+    rows = [line.split(maxsplit=1) for line in doctor.as_text().splitlines()]
+    (amx,) = (row[1] for row in rows if row[0] == "amx")
+    assert amx == f"not available: no {name} ({doctor.AMX_FEATURES[name]})"
+    monkeypatch.setattr(ops._C, "cpu_features", lambda ask_for_tiles: AMX)
+    assert "amx             available" in doctor.as_text()
+
+
+@pytest.mark.parametrize("isa", ["auto", *ops.cpu_report()["levels"], *ops.TEST_LEVELS])
 def test_a_forced_level_is_shown_with_its_reason(isa: str) -> None:
     found = run_doctor(KTFT_ISA=isa, KTFT_THREADS="3")
     level = ops.cpu_report()["levels"][-1] if isa == "auto" else isa

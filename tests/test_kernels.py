@@ -13,7 +13,7 @@ from ktft.weights import ExpertWeights
 from tests.layer_truth import Case, Inputs, layer_truth
 from tests.noise import excess
 
-LEVELS = ops.cpu_report()["levels"]
+LEVELS = [*ops.cpu_report()["levels"], *ops.TEST_LEVELS]
 DTYPES = [torch.float32, torch.bfloat16]
 
 CASES = {

@@ -116,7 +116,8 @@ def test_retain_and_recompute_give_the_same_bits(isa: str, dtype: torch.dtype) -
             assert_same_bits(run(inputs, weights, save=False), run(inputs, weights, save=True))
 
 
-def test_waves_do_not_change_bits() -> None:
+@pytest.mark.parametrize("isa", LEVELS)
+def test_waves_do_not_change_bits(isa: str) -> None:
     """A call that needs several waves (more rows than scratch holds at one thread) equals the same call in fewer,
     larger waves."""
     generator = torch.Generator().manual_seed(0)
@@ -132,7 +133,7 @@ def test_waves_do_not_change_bits() -> None:
         16,
     ):  # the wave's budget is per thread; 8000 rows of 3 x 4 KiB are five waves at one thread, one at sixteen
         x_leaf, leaves = x.clone().requires_grad_(), [f.clone().requires_grad_() for f in lora]
-        with ops.override(threads=threads):
+        with ops.override(isa=isa, threads=threads):
             out = ops.moe_experts(x_leaf, index, torch.full((t, k), 0.5), weights, lora=leaves, scaling=[2.0])
             results.append((out.detach(), *torch.autograd.grad(out, [x_leaf, *leaves], torch.ones_like(out))))
     assert_same_bits(results[0], results[1])

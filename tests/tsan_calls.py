@@ -7,7 +7,7 @@ import threading
 import torch
 
 from ktft import ops
-from tests.test_kernels import CASES, run, weights_of
+from tests.test_kernels import CASES, LEVELS, run, weights_of
 
 
 def call(name: str) -> None:
@@ -20,7 +20,7 @@ def call(name: str) -> None:
 
 
 def main() -> None:
-    for isa in ops.cpu_report()["levels"]:
+    for isa in LEVELS:
         with ops.override(isa=isa, threads=3):
             threads = [threading.Thread(target=call, args=(n,)) for n in ("many rows", "two adapters", "plain")]
             for thread in threads:

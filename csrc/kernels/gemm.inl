@@ -26,10 +26,10 @@ constexpr int64_t kLeadRows = 32;
 
 // What a product does on the side: reads some cache lines ahead at each step, and decodes words of the next panel. Steps are
 // short: a burst of requests would wait for the few that can be under way, or be dropped.
-template <class Mode>
+template <class Mode, int kStep = kAheadStep>
 class Aside {
  public:
-  // `groups`: of four words, in all full tiles together.
+  // `groups`: of words, in all full tiles together.
   Aside(const Ahead& ahead, int64_t groups)
       : source_(ahead.next),
         panel_(ahead.next_panel),
@@ -45,13 +45,13 @@ class Aside {
       if (area.rows > 0 && area.data) *end_++ = area;
     int64_t lines = 0;
     for (const Ahead::Area* area = areas_; area < end_; ++area) lines += area->rows * ((area->bytes + 63) / 64 + 1);
-    const int64_t steps = groups / kAheadStep + 1;
+    const int64_t steps = groups / kStep + 1;
     per_step_ = (lines + steps - 1) / steps;
     if (area_ < end_) enter_row(area_->data);
   }
   // Beside a group of words.
   void group(int64_t number) {
-    if (number % kAheadStep == 0) read();
+    if (number % kStep == 0) read();
     if constexpr (Mode::Dot::kGroup == 2) {
       for (credit_ += words_; credit_ >= groups_ && word_ < words_; credit_ -= groups_)
         decode_word<Mode>(source_, word_++, panel_);

@@ -10,11 +10,13 @@
 //
 // A panel is [words][64]: a word k of column n holds elements group * k .. of column n. For few rows of A, reading B where it
 // lies is fastest; for many, a panel in L2 that all of them share. A phased panel holds the words in the order in which the
-// lanes of the rows product add them up, so that both layouts of a product give the same bits.
+// lanes of the rows product add them up, so that both layouts of a product give the same bits. A level may read rows where they
+// lie however many rows A has, and want A the other way round for that, see Arranged.
 //
 // A reduction is cut into parts of 512 words, so that a panel and what goes with it stay in L2; each part's sum is added to C.
-// Determinism: an element of C is a chain of additions for each part (rows: for each quarter of a vector in each part) whose
-// order depends on the reduction's length alone, never on the number of rows or columns, the tile, the layout, or the thread.
+// Determinism: an element of C is a chain of additions for each part (rows: for each quarter of a vector in each part; tiles:
+// see tiles.inl) whose order depends on the reduction's length alone, never on the number of rows or columns, the tile, the
+// layout, or the thread.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -27,6 +29,14 @@ constexpr int kChunk = 192;      // rows of a C tile: 48 KiB, which leaves L2 to
 
 enum Format : int { kBf16 = 0, kFp32 = 1 };
 
+// The words of rows the other way round: rows in groups of 16, the last group of what is left; a group of n rows as [words][n].
+// Group g begins after the words of 16 * g rows.
+struct Arranged {
+  const char* data = nullptr;
+  int64_t words = 0;  // of a row
+  int64_t first = 0;  // word at which the reduction begins
+};
+
 struct Operands {
   const char* a;       // activations: row i at a + i * a_stride
   ptrdiff_t a_stride;  // bytes
@@ -34,6 +44,7 @@ struct Operands {
   ptrdiff_t b_stride;  // bytes between rows; unused by panels
   int64_t length;      // elements of the reduction; panels: at most one part
   Format format;       // of the elements; columns only
+  Arranged arranged;   // the activations, if the caller keeps them so; rows only
 };
 
 // Stored elements that a product of panels wants: one part of up to kBlock columns.
@@ -60,7 +71,7 @@ struct Ahead {
   };
   static constexpr int kAreas = 6;
 
-  PanelSource next = {};  // decoded into next_panel; only in products of panels, and if decodes_aside(next)
+  PanelSource next = {};  // decoded into next_panel; only beside products of many rows, and if decodes_aside(next)
   char* next_panel = nullptr;
   PanelSource then = {};    // what will be `next` in the next product: its beginning is brought into L2
   Area areas[kAreas] = {};  // other memory, brought into L2
@@ -83,6 +94,7 @@ struct Kernels {
   int group;           // elements per word: 2 where bf16 pairs are multiplied directly, else 1
   Format word_format;  // format of the elements inside words: bf16 if group is 2, else fp32
 
+  // Null at a level that reads rows where they lie however many rows A has: multiply_phased. At others: arrange_rows.
   using Product = void(const Operands& operands, int rows, int cols, float* c, const Ahead& ahead);
   Product *multiply_rows, *multiply_phased, *multiply_columns, *multiply_panel;
 
@@ -93,6 +105,10 @@ struct Kernels {
   void (*decode_panel)(const PanelSource& source, char* panel);
   // Whether that can be done beside another product, in the slots that it leaves free.
   bool (*decodes_aside)(const PanelSource& source);
+
+  // Rows of `count` words -> words [first, first + count) of arranged rows of `words` words.
+  void (*arrange_rows)(const char* source, ptrdiff_t stride, int rows, int64_t first, int64_t count, int64_t words,
+                       char* arranged);
 
   // h = silu(g) * u with g, u rounded to the compute dtype first (and saved so, unless null). h goes to rows of words.
   void (*swiglu_forward)(const float* gate, const float* up, int rows, int cols, char* saved_gate, char* saved_up,
@@ -124,5 +140,8 @@ struct Kernels {
 extern const Kernels kScalarKernels[2];
 extern const Kernels kAvx2Kernels[2];
 extern const Kernels kAvx512Bf16Kernels[2];
+// bf16 alone; fp32 has no tiles
+extern const Kernels kAmxKernels;
+extern const Kernels kAmxSoftKernels;
 
 }  // namespace ktft

@@ -15,18 +15,27 @@ struct ModeOf {
   static constexpr Format kWord = Dot::kGroup == 2 ? kBf16 : kFp32;  // dtype of elements inside words
 };
 
+// The products on vectors; tiles.inl has others.
 template <class Mode>
+struct VectorProducts {
+  static constexpr Kernels::Product *kRows = multiply_rows<Mode>, *kPhased = multiply_panel<Mode, true>,
+                                    *kColumns = multiply_columns<Mode>, *kPanel = multiply_panel<Mode, false>;
+  static constexpr decltype(Kernels::arrange_rows) kArrangeRows = nullptr;
+};
+
+template <class Mode, class Products = VectorProducts<Mode>>
 constexpr Kernels make_kernels() {
   return Kernels{
       Mode::Dot::kGroup,
       Mode::kWord,
-      multiply_rows<Mode>,
-      multiply_panel<Mode, true>,
-      multiply_columns<Mode>,
-      multiply_panel<Mode, false>,
+      Products::kRows,
+      Products::kPhased,
+      Products::kColumns,
+      Products::kPanel,
       decode_rows<Mode>,
       decode_panel<Mode>,
       decodes_aside<Mode>,
+      Products::kArrangeRows,
       swiglu_forward<Mode>,
       swiglu_backward<Mode>,
       scatter_add,

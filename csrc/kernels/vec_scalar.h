@@ -132,4 +132,26 @@ struct Vec {
   }
 };
 
+// Words of bf16 pairs, for the unit that multiplies them as tiles.
+struct Bf16Dot {
+  static constexpr int kGroup = 2;
+  // Four columns of two rows (odd null: the last row has no partner) as words.
+  static Vec::W pair(bool is_bf16, const char* even, const char* odd, int n) {
+    const auto half = [&](const char* p, int i) -> uint32_t {
+      if (p == nullptr || i >= n) return 0;
+      if (!is_bf16) return Vec::to_bf16(Vec::load_n(p + 4 * i, 1).lane[0]);
+      uint16_t bits;
+      memcpy(&bits, p + 2 * i, 2);
+      return bits;
+    };
+    Vec::W words;
+    for (int i = 0; i < 4; ++i) words.lane[i] = half(even, i) | half(odd, i) << 16;
+    return words;
+  }
+  // 32 columns of two rows of bf16 as words.
+  static void interleave(char* out, const char* even, const char* odd) {
+    for (int i = 0; i < 32; i += 4) Vec::store_words(out + 4 * i, pair(true, even + 2 * i, odd + 2 * i, 4));
+  }
+};
+
 }  // namespace
