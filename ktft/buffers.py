@@ -1,7 +1,8 @@
 """Memory of large tensors that are made and dropped in every training step.
 
-What the op keeps for backward and the gradients of LoRA factors are tens of megabytes a layer. From the usual allocator they
-come as fresh pages each time, which the kernel clears one by one before they are overwritten; here the pages are used again.
+What the op keeps for backward and the gradients of LoRA factors are tens of megabytes a layer. From the usual allocator
+they come as fresh pages each time, which the operating system clears before they are overwritten; here the pages are
+used again.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _UNUSED = _references([object()])[0]
 class Buffers:
     """Blocks of memory, each used by one tensor at a time.
 
-    A block is free again when the tensors that view it are gone. All blocks together hold at most what was in use at one time,
-    and a quarter more: where no free block fits, a new one replaces as many bytes of free ones.
+    A block is free again when the tensors that view it are gone. All blocks together hold at most what was in use
+    at one time, and a quarter more: where no free block fits, a new one replaces as many bytes of free ones.
     """
 
     def __init__(self) -> None:

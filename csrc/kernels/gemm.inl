@@ -1,8 +1,9 @@
 // The products of table.h, for one vector unit `Vec` and one word type `Mode::Dot`. Included by unit.inl inside an anonymous
 // namespace.
 //
-// Every accumulator lane belongs to one element of C and one quarter of a part of the reduction, and is fed in the order of the
-// words; quarters and parts are added to C in order. Tile sizes and layouts of B therefore never change a result.
+// Every accumulator lane belongs to one element of C, in products of rows also to one quarter of a part of the reduction, and
+// is fed in the order of the words; quarters and parts are added to C in order. Tile sizes and layouts of B therefore never
+// change a result.
 
 // Words of plain fp32; available at every level.
 struct Fp32Dot {

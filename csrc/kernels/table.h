@@ -13,10 +13,10 @@
 // lanes of the rows product add them up, so that both layouts of a product give the same bits. A level may read rows where they
 // lie however many rows A has, and want A the other way round for that, see Arranged.
 //
-// A reduction is cut into parts of 512 words, so that a panel and what goes with it stay in L2; each part's sum is added to C.
-// Determinism: an element of C is a chain of additions for each part (rows: for each quarter of a vector in each part; tiles:
-// see tiles.inl) whose order depends on the reduction's length alone, never on the number of rows or columns, the tile, the
-// layout, or the thread.
+// A reduction is cut into parts of 512 words, so that a panel and what goes with it stay in L2.
+// Determinism: products of columns go on with C as one chain of additions; those of rows are chains, one for each quarter of a
+// vector in each part, whose sums are added to C in order (tiles: see tiles.inl). That depends on the reduction's length alone,
+// never on the number of rows or columns, the tile, the layout, or the thread.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
