@@ -88,7 +88,6 @@ class Backward : Layer {
           f(n, gradients_.factors[size_t(n * 6 + factor)],
             size_t(factor_rows(n, factor) * factor_cols(n, factor)) * sizeof(float));
     };
-    each([&](int, float* grad, size_t bytes) { advise_huge_pages(grad, size_t(call_.experts) * bytes); });
     parallel(call_.experts, [&](int64_t expert, Worker&) {
       each([&](int n, float* grad, size_t bytes) {
         const size_t group = size_t(expert * per_expert + (call_.adapter_ids ? n + 1 : 0));
@@ -137,7 +136,7 @@ class Backward : Layer {
   // c[0] of a product of base terms and, behind them, per_adapter LoRA terms for each of the piece's adapters. With dropout the
   // mask belongs to the output of an adapter's terms, so these go through a tile of their own.
   void multiply_masked(Worker& worker, Step step, const Term* terms, const Base& base, const Base& after, int per_adapter,
-                       int site, int64_t row, const Chunk& call, const std::vector<Ahead::Area>& areas = {}) {
+                       int site, int64_t row, const Chunk& call, std::initializer_list<Ahead::Area> areas = {}) {
     const Piece& piece = *step.piece;
     multiply(worker, terms, base.count + (dropout_ ? 0 : per_adapter * piece.adapters()), base,
              row + piece.chunk < piece.end ? base : after, call, worker.c[0], areas);
@@ -178,11 +177,10 @@ class Backward : Layer {
         for (int64_t n = 0; n < step.count; ++n) {
           const int64_t block = step.block + n, words_at = at + n * kBlock * size_of(kernels_.word_format);
           const char* const gate = saved_gate + n * kBlock * element;
-          kernels_.swiglu_backward(worker.c[0] + n * kFewRows * kBlock, &routes_.weight[size_t(row)], call.rows,
-                                   block_columns(call_.intermediate, block), gate, gate + call_.intermediate * element,
-                                   saved_stride, d_gate_ + words_at, d_up_ + words_at, h_ + words_at, inter_stride_,
-                                   partial_ + inside * column_blocks + block, column_blocks);
           const int columns = block_columns(call_.intermediate, block);
+          kernels_.swiglu_backward(worker.c[0] + n * kFewRows * kBlock, &routes_.weight[size_t(row)], call.rows, columns, gate,
+                                   gate + call_.intermediate * element, saved_stride, d_gate_ + words_at, d_up_ + words_at,
+                                   h_ + words_at, inter_stride_, partial_ + inside * column_blocks + block, column_blocks);
           for (const auto& [rows, arranged] : {std::pair{d_gate_, d_gate_arranged_}, std::pair{d_up_, d_up_arranged_}})
             arrange(rows, inter_stride_, inside, call.rows, block * kBlock, columns, call_.intermediate, arranged);
         }

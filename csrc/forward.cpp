@@ -27,7 +27,6 @@ class Forward : Layer {
     if (saved) memset(saved + valid * saved_stride, 0, size_t((all - valid) * saved_stride));
 
     advise_huge_pages(out, size_t(call_.tokens * call_.hidden * size_of(call_.compute)));
-    if (saved) advise_huge_pages(saved, size_t(all * saved_stride));
     float* sum = call_.compute == kFp32 ? reinterpret_cast<float*>(out) : sum_;
     parallel((call_.tokens + kChunk - 1) / kChunk, [&](int64_t task, Worker&) {
       const int64_t first = task * kChunk, count = std::min<int64_t>(kChunk, call_.tokens - first);

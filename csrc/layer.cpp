@@ -73,9 +73,9 @@ void Layer::cut_waves(int64_t bytes_per_row) {
 }
 
 void Layer::take_workers() {
-  const int64_t widest = words(std::max(call_.hidden, call_.intermediate));
   int64_t rank = 0;
   for (const Adapter& adapter : call_.adapters) rank = std::max(rank, adapter.rank);
+  const int64_t widest = words(std::max({call_.hidden, call_.intermediate, rank}));
   workers_.resize(size_t(call_.threads));
   for (Worker& worker : workers_) {
     worker.c[0] = take<float>(kChunk * kBlock);
@@ -276,7 +276,7 @@ void Layer::clear(const Chunk& chunk, int columns, float* c) const {
 }
 
 void Layer::multiply(Worker& worker, const Term* terms, int count, const Base& base, const Base& after, const Chunk& chunk,
-                     float* c, const std::vector<Ahead::Area>& areas) const {
+                     float* c, std::initializer_list<Ahead::Area> areas) const {
   clear(chunk, terms[0].block.columns, c);
   const int64_t last = products(base);
   for (int64_t i = 0; i < last; ++i) {

@@ -164,45 +164,50 @@ class Layer {
   static Step step_at(const Piece& piece, int64_t block, int64_t end, bool wide) {
     return {&piece, block, wide && few(piece) ? std::min(kMaxBlocksPerTask, end - block) : 1};
   }
-  // f(step, the thread's probable next step, worker) for all blocks of the wave's pieces, independent of each other.
-  template <class Function>
-  void parallel_steps(const Wave& wave, int64_t columns, bool wide, Function f) {
-    const int64_t count = blocks(columns), pieces = int64_t(wave.pieces.size());
-    wide = wide && std::all_of(wave.pieces.begin(), wave.pieces.end(), few);
-    const int64_t per_task = wide ? std::min(count, blocks_per_task(count * pieces)) : 1;
-    const int64_t per_piece = (count + per_task - 1) / per_task, tasks = pieces * per_piece;
+  // Tasks of `per_task` adjacent blocks of a piece, handed out piece by piece: run(number of the piece, number of the task in
+  // it, worker, walk), where walk(f) calls f(step, the thread's probable next step) for the task's steps.
+  template <class Run>
+  void parallel_pieces(const Wave& wave, int64_t count, int64_t per_task, bool wide, Run run) {
+    const int64_t per_piece = (count + per_task - 1) / per_task, tasks = per_piece * int64_t(wave.pieces.size());
     const auto end_of = [&](int64_t task) { return std::min(count, (task % per_piece + 1) * per_task); };
     const auto first = [&](int64_t task) {
       if (task >= tasks) return Step{};
       return step_at(wave.pieces[size_t(task / per_piece)], task % per_piece * per_task, end_of(task), wide);
     };
     parallel(tasks, [&](int64_t task, Worker& worker) {
-      const int64_t end = end_of(task);
-      for (Step step = first(task); step.block < end;) {
-        const int64_t block = step.block + step.count;
-        const Step next = block < end ? step_at(*step.piece, block, end, wide) : first(task + call_.threads);
-        f(step, next, worker);
-        step = block < end ? next : Step{nullptr, end, 1};
-      }
+      run(task / per_piece, task % per_piece, worker, [&](auto f) {
+        const int64_t end = end_of(task);
+        Step step = first(task);
+        for (bool last = false; !last;) {
+          const int64_t block = step.block + step.count;
+          last = block >= end;
+          const Step next = last ? first(task + call_.threads) : step_at(*step.piece, block, end, wide);
+          f(step, next);
+          step = next;
+        }
+      });
+    });
+  }
+  // f(step, next step, worker) for all blocks of the wave's pieces, independent of each other.
+  template <class Function>
+  void parallel_steps(const Wave& wave, int64_t columns, bool wide, Function f) {
+    const int64_t count = blocks(columns);
+    wide = wide && std::all_of(wave.pieces.begin(), wave.pieces.end(), few);
+    const int64_t per_task = wide ? std::min(count, blocks_per_task(count * int64_t(wave.pieces.size()))) : 1;
+    parallel_pieces(wave, count, per_task, wide, [&](int64_t, int64_t, Worker& worker, auto walk) {
+      walk([&](Step step, Step next) { f(step, next, worker); });
     });
   }
   // The same for sums over a token's experts, which have a fixed order and need neither atomics on data nor a buffer per route:
-  // tasks, some adjacent blocks of a piece each, are handed out piece by piece, and f calls its last argument before it first
-  // adds to the sum, to wait until the piece before has been added to the same blocks. Products need not wait.
+  // f calls its last argument before it first adds to the sum, to wait until the piece before has been added to the same
+  // blocks. Products need not wait.
   template <class Function>
   void parallel_ordered(const Wave& wave, int64_t columns, bool wide, Function f) {
-    const int64_t count = blocks(columns), per_task = blocks_per_task(count), per_piece = (count + per_task - 1) / per_task;
-    const int64_t tasks = per_piece * int64_t(wave.pieces.size());
-    std::vector<std::atomic<int64_t>> added(static_cast<size_t>(per_piece));  // pieces
+    const int64_t count = blocks(columns), per_task = blocks_per_task(count);
+    std::vector<std::atomic<int64_t>> added(static_cast<size_t>((count + per_task - 1) / per_task));  // pieces
     std::atomic<bool> failed{false};
-    const auto end_of = [&](int64_t task) { return std::min(count, (task % per_piece + 1) * per_task); };
-    const auto first = [&](int64_t task) {
-      if (task >= tasks) return Step{};
-      return step_at(wave.pieces[size_t(task / per_piece)], task % per_piece * per_task, end_of(task), wide);
-    };
-    parallel(tasks, [&](int64_t task, Worker& worker) {
-      const int64_t end = end_of(task), piece = task / per_piece;
-      std::atomic<int64_t>& mine = added[size_t(task % per_piece)];
+    parallel_pieces(wave, count, per_task, wide, [&](int64_t piece, int64_t task, Worker& worker, auto walk) {
+      std::atomic<int64_t>& mine = added[size_t(task)];
       const auto wait = [&] {
         for (int spins = 0; mine.load(std::memory_order_acquire) != piece && !failed.load(); ++spins) {
           if (spins < 1000) __builtin_ia32_pause();
@@ -210,12 +215,7 @@ class Layer {
         }
       };
       try {
-        for (Step step = first(task); step.block < end;) {
-          const int64_t block = step.block + step.count;
-          const Step next = block < end ? step_at(*step.piece, block, end, wide) : first(task + call_.threads);
-          f(step, next, worker, wait);
-          step = block < end ? next : Step{nullptr, end, 1};
-        }
+        walk([&](Step step, Step next) { f(step, next, worker, wait); });
       } catch (...) {
         failed.store(true);
         throw;
@@ -253,7 +253,7 @@ class Layer {
   void add_lora(Worker& worker, const Term& term, const Chunk& chunk, float* c) const;
   // c = the sum of the terms: those of `base`, then LoRA's. `areas` are read ahead beside the last product of `base`.
   void multiply(Worker& worker, const Term* terms, int count, const Base& base, const Base& after, const Chunk& chunk, float* c,
-                const std::vector<Ahead::Area>& areas = {}) const;
+                std::initializer_list<Ahead::Area> areas = {}) const;
   void clear(const Chunk& chunk, int columns, float* c) const;
 
   Dropout dropout_for(int adapter, int site) const;

@@ -59,5 +59,6 @@ class Buffers:
             self._blocks.remove(block)
             replaced += len(block)
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        block.madvise(mmap.MADV_HUGEPAGE)
         self._blocks.append(block)
         return block

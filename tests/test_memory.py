@@ -41,7 +41,7 @@ def scratch_bytes(step: Step, tokens: int) -> float:
 
     h, i, r = step.hidden, step.intermediate, step.rank
     wide = words(max(h, i))
-    worker = 480 * 1024 + 256 * (wide + r)
+    worker = 480 * 1024 + 256 * (max(wide, words(r)) + r)
     if step.dropout and r:
         worker += (768 + 4 * group) * wide
     recompute = 0 if step.save else 2 * i * element

@@ -245,6 +245,26 @@ def test_experts_without_tokens_get_exact_zero_gradients() -> None:
         assert (gradient[2:] == 0).all() and (gradient[:2] != 0).any()
 
 
+@pytest.mark.parametrize("per_token", [False, True], ids=["adapters add up", "adapter per token"])
+def test_gradients_in_memory_that_is_used_again(per_token: bool) -> None:
+    """Factors of 1 MiB and more: what the last step left there must not show, and what is still held must not change."""
+    inputs = Case(64, 1, 512, 16, 8, 40, adapters=2, per_token=per_token, seed=21).build(torch.bfloat16)
+    inputs.index[:] = torch.arange(40)[:, None] % 3 * 5  # experts 0, 5 and 10
+    weights = weights_of(inputs)
+    kept = run(inputs, weights)
+    copies = [t.clone() for t in kept]
+    again = run(inputs, weights)
+    assert_same_bits(kept, copies)
+    large = [t for t in again if t.nbytes >= 2**20]
+    blocks = {torch.frombuffer(block, dtype=torch.int8).data_ptr() for block in ops._buffers._blocks}
+    assert len(large) == 6 and all(t.data_ptr() in blocks for t in large)
+    for tensor in large:
+        tensor.fill_(float("nan"))
+    del tensor, large, again
+    assert_same_bits(run(inputs, weights), copies)
+    assert len(ops._buffers._blocks) == len(blocks), "the third step took the second one's memory"
+
+
 def test_all_tokens_to_one_expert() -> None:
     _, _, gradients = edge_case([[2], [2], [2], [2], [2]])
     for gradient in gradients[2:]:

@@ -21,8 +21,9 @@ constexpr int64_t kTurnWords = 128;
 
 constexpr int64_t kAheadStep = 8;  // groups of four words between two steps of read-ahead
 
-// How many stored rows of a panel's source are on their way into L2 before they are decoded. Not the whole source: where its
-// rows lie a power of two apart, they share few sets of L2 and would push each other out.
+// How many stored rows of a panel's source are on their way into L2 before they are decoded. Not the whole source: rows that
+// lie a power of two apart share few sets of L2 (2048 tokens of Qwen3-30B's shape, two threads, Zen 5, forward and backward
+// with 32, 64 and 160 rows: 422, 427 and 438 ms).
 constexpr int64_t kLeadRows = 32;
 
 // What a product does on the side: reads some cache lines ahead at each step, and decodes words of the next panel. Steps are
@@ -270,7 +271,7 @@ void multiply_panel(const Operands& x, int rows, int cols, float* c, const Ahead
   };
   if constexpr (phased) {
     for (int i = 0; i < kPhases; ++i) {
-      const Phase phase = phase_of(words, kPhases, i);
+      const Phase phase = phase_of(words, i);
       if (phase.groups > 0 || phase.rest > 0) sweep(phase);
     }
   } else {
