@@ -247,7 +247,7 @@ def test_experts_without_tokens_get_exact_zero_gradients() -> None:
 
 @pytest.mark.parametrize("per_token", [False, True], ids=["adapters add up", "adapter per token"])
 def test_gradients_in_memory_that_is_used_again(per_token: bool) -> None:
-    """Factors of 1 MiB and more: what the last step left there must not show, and what is still held must not change."""
+    """Factors of 1 MiB and more: what the last step left there must not show, what is still held must not change."""
     inputs = Case(64, 1, 512, 16, 8, 40, adapters=2, per_token=per_token, seed=21).build(torch.bfloat16)
     inputs.index[:] = torch.arange(40)[:, None] % 3 * 5  # experts 0, 5 and 10
     weights = weights_of(inputs)
