@@ -171,8 +171,8 @@ void decode_panel(const PanelSource& source, char* panel) {
 }
 
 // Pairs of bf16 of all columns: a word takes few instructions and fewer registers than the tile of a product leaves free
-// between its words. (Transposed rows were tried there too, 8 vectors at a time: forward got slower, 80 to 86 instead of 70 to
-// 72 ms at 512 tokens of Qwen3-30B's shape, two threads, Zen 5.)
+// between its words. (Transposed rows were tried there and between tiles too: forward got slower, 72 instead of 64 ms at
+// 512 tokens of Qwen3-30B's shape, two threads, Zen 5.)
 template <class Mode>
 bool decodes_aside(const PanelSource& source) {
   return Mode::Dot::kGroup == 2 && !source.is_rows && source.format == kBf16 && source.columns == kBlock &&

@@ -92,23 +92,27 @@ class Aside {
   }
 };
 
-// Calls tile(Count<n>, first row) for tiles of n = kMost rows, and for one of the rows that are left.
+// Calls tile(Count<n>, first row) for tiles of kMost rows; the last two share what is left: a tile of one or two rows would
+// wait for its own sums.
 template <int kRows>
 struct Count {
   static constexpr int value = kRows;
 };
 template <int kRows, class Tile>
-inline void last_rows(int rows, int row, Tile tile) {
+inline void tile_of(int rows, int row, Tile tile) {
   if constexpr (kRows > 0) {
     if (rows == kRows) tile(Count<kRows>(), row);
-    else last_rows<kRows - 1>(rows, row, tile);
+    else tile_of<kRows - 1>(rows, row, tile);
   }
 }
 template <int kMost, class Tile>
 inline void for_rows(int rows, Tile tile) {
-  int row = 0;
-  for (; row + kMost <= rows; row += kMost) tile(Count<kMost>(), row);
-  last_rows<kMost - 1>(rows - row, row, tile);
+  for (int row = 0, left = rows; left > 0;) {
+    const int next = left >= 2 * kMost || left == kMost ? kMost : left > kMost ? (left + 1) / 2 : left;
+    tile_of<kMost>(next, row, tile);
+    row += next;
+    left -= next;
+  }
 }
 
 // --- rows: both operands contiguous along the reduction

@@ -75,19 +75,23 @@ struct Vec {
     out[3] = _mm512_unpackhi_epi64(b, d);
   }
   static void transpose(const char* rows, ptrdiff_t stride, W out[16]) {
+    // Rows i and i + 8 share a register, a half of each: half the loads that quarters take, and one more shuffle.
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const auto load = [&](int row) {
+        return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + row * stride + 32 * half));
+      };
+      W in[8], quads[8];
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) in[i] = _mm512_inserti64x4(_mm512_castsi256_si512(load(i)), load(i + 8), 1);
+      transpose_quads(in, quads);          // [j]: words j, j + 4 of rows 0 .. 3, then of rows 8 .. 11
+      transpose_quads(in + 4, quads + 4);  // of rows 4 .. 7, 12 .. 15
+      const W low = _mm512_set_epi64(13, 12, 5, 4, 9, 8, 1, 0), high = _mm512_set_epi64(15, 14, 7, 6, 11, 10, 3, 2);
 #pragma GCC unroll 4
-    for (int q = 0; q < 4; ++q) {
-      W in[4];
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const auto quad = [&](int row) {
-          return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride + 16 * q));
-        };
-        in[i] = _mm512_inserti32x4(_mm512_castsi128_si512(quad(i)), quad(i + 4), 1);
-        in[i] = _mm512_inserti32x4(in[i], quad(i + 8), 2);
-        in[i] = _mm512_inserti32x4(in[i], quad(i + 12), 3);
+      for (int j = 0; j < 4; ++j) {
+        out[8 * half + j] = _mm512_permutex2var_epi64(quads[j], low, quads[4 + j]);
+        out[8 * half + 4 + j] = _mm512_permutex2var_epi64(quads[j], high, quads[4 + j]);
       }
-      transpose_quads(in, out + 4 * q);
     }
   }
   static void add_quads(F acc, float* out) {
