@@ -167,15 +167,16 @@ class Backward : Layer {
         const Chunk call = chunk(wave, piece, row);
         const int64_t inside = call.first, bytes = block_columns(call_.intermediate, step.block, step.count) * element;
         const char* saved_gate = saved + inside * saved_stride + step.block * kBlock * element;
-        const int64_t at = inside * inter_stride_ + step.block * kBlock * size_of(kernels_.word_format);
+        const int64_t word = size_of(kernels_.word_format), word_bytes = bytes / element * word;
+        const int64_t at = inside * inter_stride_ + step.block * kBlock * word;
         multiply_masked(worker, step, terms, base, after, 1, 1, row, call,
                         {{saved_gate, saved_stride, call.rows, bytes},
                          {saved_gate + call_.intermediate * element, saved_stride, call.rows, bytes},
-                         {d_gate_ + at, inter_stride_, call.rows, bytes},
-                         {d_up_ + at, inter_stride_, call.rows, bytes},
-                         {h_ + at, inter_stride_, call.rows, bytes}});
+                         {d_gate_ + at, inter_stride_, call.rows, word_bytes},
+                         {d_up_ + at, inter_stride_, call.rows, word_bytes},
+                         {h_ + at, inter_stride_, call.rows, word_bytes}});
         for (int64_t n = 0; n < step.count; ++n) {
-          const int64_t block = step.block + n, words_at = at + n * kBlock * size_of(kernels_.word_format);
+          const int64_t block = step.block + n, words_at = at + n * kBlock * word;
           const char* const gate = saved_gate + n * kBlock * element;
           const int columns = block_columns(call_.intermediate, block);
           kernels_.swiglu_backward(worker.c[0] + n * kFewRows * kBlock, &routes_.weight[size_t(row)], call.rows, columns, gate,

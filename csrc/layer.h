@@ -83,7 +83,7 @@ class Layer {
     char* rows;         // a block as rows of words
     char* masked;       // [kChunk] rows of words: activations after dropout
     float* masked_row;  // one such row as floats
-    float* outer;       // [256][kBlock]
+    float* outer;       // [largest rank][kBlock]
   };
 
   struct Term {  // of a product: rows x block

@@ -4,7 +4,8 @@
 //   y    = h Wdᵀ + s (drop1(h) Adᵀ) Bdᵀ     out[t] = sum over the token's routes, by ascending expert, of weight * y
 //
 // Routes are grouped by expert and processed in waves of rows, so that scratch depends on the number of threads and on T * H,
-// never on T * k * I. Within a wave each phase is a list of independent tasks, one per block of 64 output columns.
+// never on T * k * I. Within a wave each phase is a list of tasks: chunks of rows, or blocks of 64
+// output columns of one expert. They are independent, but for sums over a token's experts, which are added in their order.
 #pragma once
 #include <stdint.h>
 

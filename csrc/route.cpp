@@ -11,7 +11,12 @@ Routes group_routes(const int64_t* top_k_index, const float* top_k_weights, int6
   if (tokens > std::numeric_limits<int32_t>::max()) throw std::invalid_argument("more than 2^31 - 1 tokens in one call");
   const int64_t all = tokens * top_k, per_expert = adapter_ids ? adapters + 1 : 1, groups = experts * per_expert;
   const auto group_of = [&](int64_t expert, int64_t route) {
-    return size_t(expert * per_expert + (adapter_ids ? adapter_ids[route / top_k] + 1 : 0));
+    const int64_t adapter = adapter_ids ? adapter_ids[route / top_k] : -1;
+    if (adapter < -1 || adapter >= adapters) {
+      throw std::invalid_argument("adapter_ids[" + std::to_string(route / top_k) + "] is " + std::to_string(adapter) +
+                                  "; expected -1 to " + std::to_string(adapters - 1));
+    }
+    return size_t(expert * per_expert + adapter + 1);
   };
   Routes routes;
   routes.offset.assign(size_t(groups) + 1, 0);

@@ -17,7 +17,8 @@ struct Routes {
 };
 
 // top_k_index, top_k_weights: [tokens, top_k]; adapter_ids: [tokens] in [-1, adapters), or null: one group per expert.
-// Ids >= experts are left out. Throws std::invalid_argument on a negative id, or if the ids change while they are read.
+// Ids >= experts are left out. Throws std::invalid_argument on an
+// id below or an adapter outside its range, or if the ids change while they are read.
 Routes group_routes(const int64_t* top_k_index, const float* top_k_weights, int64_t tokens, int64_t top_k, int64_t experts,
                     const int64_t* adapter_ids, int64_t adapters);
 

@@ -7,8 +7,10 @@ used again.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
+import os
 import sys
 import threading
 from collections.abc import Sequence
@@ -37,12 +39,15 @@ class Buffers:
     def __init__(self) -> None:
         self._blocks: list[mmap.mmap] = []
         self._lock = threading.Lock()
+        self._process = os.getpid()
 
     def empty(self, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialised CPU tensor. OSError if there is no memory."""
+        """An uninitialised CPU tensor; from 1 MiB on its storage cannot be resized. OSError if there is no memory."""
         size = math.prod(shape) * dtype.itemsize
         if size < _LEAST:
             return torch.empty(shape, dtype=dtype)
+        if self._process != os.getpid():  # a child, forked perhaps while another thread held the lock
+            self._lock, self._process = threading.Lock(), os.getpid()
         with self._lock:
             return torch.frombuffer(self._take(size), dtype=dtype, count=math.prod(shape)).view(shape)
 
@@ -59,6 +64,7 @@ class Buffers:
             self._blocks.remove(block)
             replaced += len(block)
         block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        block.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # advice: a kernel without huge pages refuses it, and nothing is lost
+            block.madvise(mmap.MADV_HUGEPAGE)
         self._blocks.append(block)
         return block

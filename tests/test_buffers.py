@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
 
+import pytest
 import torch
 
 from ktft.buffers import Buffers
@@ -64,3 +67,20 @@ def test_small_tensors_are_ordinary() -> None:
     assert buffers.empty((0, 3), torch.bfloat16).shape == (0, 3)
     assert buffers.empty((2, 3), torch.float32).shape == (2, 3)
     assert not buffers._blocks
+
+
+def test_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel built without them refuses the advice, as it refuses one it does not know."""
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)
+    with mmap.mmap(-1, 1 << 20) as block, pytest.raises(OSError, match="Invalid argument"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    assert Buffers().empty((N,), torch.float32).fill_(1.0).sum() == N
+
+
+def test_a_child_forked_while_another_thread_allocates() -> None:
+    buffers = Buffers()
+    with buffers._lock:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if buffers.empty((N,), torch.float32).numel() == N else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

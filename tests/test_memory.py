@@ -40,8 +40,8 @@ def scratch_bytes(step: Step, tokens: int) -> float:
         return 64 * (math.ceil(words(elements) / 16) | 1)
 
     h, i, r = step.hidden, step.intermediate, step.rank
-    wide = words(max(h, i))
-    worker = 480 * 1024 + 256 * (max(wide, words(r)) + r)
+    wide = words(max(h, i, r))
+    worker = 480 * 1024 + 256 * (wide + r)
     if step.dropout and r:
         worker += (768 + 4 * group) * wide
     recompute = 0 if step.save else 2 * i * element

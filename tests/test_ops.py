@@ -128,10 +128,7 @@ def test_waves_do_not_change_bits(isa: str) -> None:
     x = torch.randn(t, h, generator=generator).bfloat16()
     index = torch.stack([torch.randperm(e, generator=generator)[:k] for _ in range(t)])
     results = []
-    for threads in (
-        1,
-        16,
-    ):  # the wave's budget is per thread; 8000 rows of 3 x 4 KiB are five waves at one thread, one at sixteen
+    for threads in (1, 16):  # the wave's budget is per thread: many waves at one thread, one to four at sixteen
         x_leaf, leaves = x.clone().requires_grad_(), [f.clone().requires_grad_() for f in lora]
         with ops.override(isa=isa, threads=threads):
             out = ops.moe_experts(x_leaf, index, torch.full((t, k), 0.5), weights, lora=leaves, scaling=[2.0])

@@ -69,7 +69,7 @@ inline Vec::W column_words(Format format, const char* p, ptrdiff_t stride, bool 
   else return Vec::words(to_compute<Mode>(load_cols(format, p, lanes)));
 }
 
-// Phases of a phased panel: one for each quarter of a vector in the product of rows.
+// Phases of a phased panel: one for each four lanes of a vector in the product of rows.
 constexpr int kPhases = Vec::kLanes / 4;
 
 // The words of one phase: `groups` groups of four and `rest` more, from word `first` of the panel; in A the groups lie `step`

@@ -1,8 +1,8 @@
 // The products of table.h, for one vector unit `Vec` and one word type `Mode::Dot`. Included by unit.inl inside an anonymous
 // namespace.
 //
-// Every accumulator lane belongs to one element of C, in products of rows also to one quarter of a part of the reduction, and
-// is fed in the order of the words; quarters and parts are added to C in order. Tile sizes and layouts of B therefore never
+// Every accumulator lane belongs to one element of C, in products of rows also to one phase of a part of the reduction, and
+// is fed in the order of the words; phases and parts are added to C in order. Tile sizes and layouts of B therefore never
 // change a result.
 
 // Words of plain fp32; available at every level.
@@ -121,7 +121,7 @@ inline void for_rows(int rows, Tile tile) {
 // window does (one row of 2048 bf16, two threads, Zen 5: 4, 8 and 16 lines are equal within noise, 32 are slower).
 constexpr int kLinesAhead = 8;
 
-// A quarter of an accumulator's lanes holds four columns, and quarter q adds up words 4 q .. 4 q + 3 of every kLanes words.
+// Four lanes of an accumulator hold four columns, and lanes 4 q .. 4 q + 3 add up words 4 q .. 4 q + 3 of every kLanes words.
 template <class Mode, int kRows, int kGroups>
 inline void rows_tile(const Operands& x, int row, int col, int cols, float* c, const Ahead::Area& next) {
   constexpr int kCols = 4 * kGroups;

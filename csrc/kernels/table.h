@@ -14,9 +14,9 @@
 // lie however many rows A has, and want A the other way round for that, see Arranged.
 //
 // A reduction is cut into parts of 512 words, so that a panel and what goes with it stay in L2.
-// Determinism: products of columns go on with C as one chain of additions; those of rows are chains, one for each quarter of a
-// vector in each part, whose sums are added to C in order (tiles: see tiles.inl). That depends on the reduction's length alone,
-// never on the number of rows or columns, the tile, the layout, or the thread.
+// Determinism: products of columns go on with C as one chain of additions; those of rows are chains, one for each four lanes of
+// a vector in each part, whose sums are added to C in order (tiles: see tiles.inl). That depends on the reduction's length
+// alone, never on the number of rows or columns, the tile, the layout, or the thread.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
