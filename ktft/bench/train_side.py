@@ -17,6 +17,7 @@ import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -159,6 +160,20 @@ def _model(job: Job) -> Any:
     return model.train()
 
 
+def _loss(job: Job, model: Any) -> Callable[..., torch.Tensor]:
+    """The loss as each side's users get it: ktft's Trainer's, or the stock model's."""
+    if job.side == "ktft":
+        from ktft.train.loss import TokenLoss
+
+        return TokenLoss(model)
+
+    def stock(**batch: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch).loss
+        return loss
+
+    return stock
+
+
 def train(job: Job) -> dict[str, Any]:
     """The steps of one side, as a result."""
     with Watch(interval=0.01, reset=False) as watch:
@@ -168,10 +183,11 @@ def train(job: Job) -> dict[str, Any]:
         vocabulary = int(model.get_input_embeddings().num_embeddings)
         ids = torch.randint(0, vocabulary, (1, job.tokens), generator=torch.Generator().manual_seed(1))
         optimizer_seconds = 0.0
+        loss_of = _loss(job, model)
 
         def step() -> float:
             nonlocal optimizer_seconds
-            loss = model(input_ids=ids, labels=ids).loss
+            loss = loss_of(input_ids=ids, labels=ids)
             loss.backward()
             start = time.perf_counter()
             optimizer.step()

@@ -107,6 +107,8 @@ def run(recipe: Recipe) -> Summary:
     progress = Progress(output / LOG)
     with SaveOnInterrupt() as interrupt:
         trainer = make_trainer(recipe, model, tokenizer, train_set, eval_set, [progress, interrupt])
+        if trainer.token_loss.reason:
+            _say(f"note: logits are computed for every token at once, as in transformers: {trainer.token_loss.reason}")
         if recipe.overwrite_output_dir:
             clear_output(output)
         (output / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")

@@ -5,6 +5,7 @@
 - Checkpoints hold the adapter, the tokenizer, the recipe and the trainer's state, but no pickled
   ``training_args.bin``; one that is being rewritten counts as incomplete until it is whole again.
 - A loss or gradient that is not finite ends the run before it reaches the weights, a log or a checkpoint.
+- Logits are computed for tokens that carry loss only, some at a time; see ``loss.py``.
 - A model whose loss cannot be normalised over all tokens of an accumulated batch is refused, not trained on means of
   means.
 
@@ -28,6 +29,7 @@ from transformers import Trainer, TrainerControl
 
 from ktft.config import Recipe
 from ktft.data import IGNORE
+from ktft.train.loss import TokenLoss
 from ktft.train.output import begin_checkpoint, newest_complete
 
 
@@ -49,6 +51,19 @@ class AdapterTrainer(Trainer):
                 f"{type(self.model).__name__} takes no num_items_in_batch, so its loss would be a mean of means "
                 "under gradient accumulation; this model cannot be trained here"
             )
+        self.token_loss = TokenLoss(self.model)
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The stock method's loss; one process, as everywhere here."""
+        if return_outputs or self.token_loss.reason:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        return self.token_loss(**inputs, num_items_in_batch=num_items_in_batch)
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -80,7 +95,7 @@ class AdapterTrainer(Trainer):
             for batch in self.get_eval_dataloader(eval_dataset):
                 batch = self._prepare_inputs(batch)
                 labels = int((batch["labels"][..., 1:] != IGNORE).sum())
-                total += float(self.model(**batch, num_items_in_batch=labels).loss) * labels
+                total += float(self.token_loss(**batch, num_items_in_batch=labels)) * labels
                 count += labels
         self.model.train(was_training)
         self._check_finite("held-out loss", total / count, self.state.global_step)
