@@ -158,8 +158,8 @@ def test_nvfp4_scales_are_multiplied_by_modelopt_and_divided_by_compressed_tenso
     tensors: Tensors = {"codes": packed, "scales": scales, "global_scale": torch.tensor(factor)}
     assert decoded(formats.nvfp4_modelopt(), tensors) == [expected]
     assert fp32(fp32(6 * 1.875) * factor) != expected[16]  # so that another order would be seen
-    of_second = fp32(1.875 / divisor)
-    expected = [0.5 * factor, factor] * 8 + [fp32(6 * of_second), fp32(-6 * of_second)] * 8
+    of_first, of_second = fp32(1 / divisor), fp32(1.875 / divisor)
+    expected = [0.5 * of_first, of_first] * 8 + [fp32(6 * of_second), fp32(-6 * of_second)] * 8
     tensors = {"codes": packed, "scales": scales, "global_divisor": torch.tensor([divisor])}
     assert decoded(formats.nvfp4_compressed(), tensors) == [expected]
     assert fp32(fp32(6 * 1.875) / divisor) != expected[16] and of_second != fp32(1.875 * factor)
