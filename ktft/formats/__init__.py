@@ -17,6 +17,8 @@ from ktft.formats.encoding import Dimension, Encoding, Header, Matrix, Role, Sto
 from ktft.formats.floats import PLAIN_DTYPES, plain
 from ktft.formats.fp4 import mxfp4, mxfp4_blocks, nvfp4_compressed, nvfp4_modelopt
 from ktft.formats.fp8 import fp8_block, fp8_channel, fp8_tensor, mxfp8
+from ktft.formats.gguf_blocks import GGUF_BLOCKS, gguf
+from ktft.formats.gptq_awq import awq, gptq
 from ktft.formats.integers import int8, int8_tensor, int_packed
 from ktft.formats.table import FORMATS, check_values, dequantize, encode, matrix_of_tensors, relative_error
 
@@ -28,6 +30,7 @@ __all__ = [
     "DTYPE_NAMES",
     "EXPERT_FORMATS",
     "FORMATS",
+    "GGUF_BLOCKS",
     "PLAIN_DTYPES",
     "TORCH_DTYPES",
     "Dimension",
@@ -36,12 +39,15 @@ __all__ = [
     "Matrix",
     "Role",
     "StoredTensor",
+    "awq",
     "check_values",
     "dequantize",
     "encode",
     "fp8_block",
     "fp8_channel",
     "fp8_tensor",
+    "gguf",
+    "gptq",
     "int8",
     "int8_tensor",
     "int_packed",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ktft.formats import floats, fp4, fp8, integers
+from ktft.formats import floats, fp4, fp8, gguf_blocks, gptq_awq, integers
 from ktft.formats.dtypes import DTYPE_NAMES, TORCH_DTYPES
 from ktft.formats.encoding import Encoding, Matrix, Role, matrix_of
 from ktft.mapping import CheckpointError
@@ -36,6 +36,9 @@ FORMATS: dict[str, Codec] = {
     "nvfp4": Codec(fp4.decode),
     "int4": Codec(integers.decode, integers.encode),
     "int8": Codec(integers.decode, integers.encode),
+    "gptq": Codec(gptq_awq.decode),
+    "awq": Codec(gptq_awq.decode),
+    **{name: Codec(gguf_blocks.decode) for name, _, _ in gguf_blocks.GGUF_BLOCKS.values()},
 }
 """Every stored format, by the name that an :class:`~ktft.formats.Encoding` has it under."""
 
