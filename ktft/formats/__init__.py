@@ -4,14 +4,15 @@
 - ``floats``, ``fp8``, ``fp4``, ``integers``, ``gptq_awq``, ``gguf_blocks``: one family each, its layouts and its
   arithmetic.
 - ``table``: the one table of formats, and decoding, encoding and checking by it.
-- ``detection``: which encoding each matrix of a checkpoint has.
+- ``schemes``, ``detection``: what configs say; which encoding each matrix of a checkpoint has.
 
 A format is added with its decoder in one of the family modules, a row in ``table.FORMATS``, and what its configs say in
-``detection``. To have routed experts in it, the kernels need their decoder too. Nothing here opens a file.
+``schemes``. To have routed experts in it, the kernels need their decoder too. Nothing here opens a file.
 """
 
 from __future__ import annotations
 
+from ktft.formats.detection import Detection, StoredMatrix, detect
 from ktft.formats.dtypes import DTYPE_BITS, DTYPE_NAMES, TORCH_DTYPES, tensor_bytes
 from ktft.formats.encoding import Dimension, Encoding, Header, Matrix, Role, StoredTensor, matrix_of
 from ktft.formats.floats import PLAIN_DTYPES, plain
@@ -20,6 +21,7 @@ from ktft.formats.fp8 import fp8_block, fp8_channel, fp8_tensor, mxfp8
 from ktft.formats.gguf_blocks import GGUF_BLOCKS, gguf
 from ktft.formats.gptq_awq import awq, gptq
 from ktft.formats.integers import int8, int8_tensor, int_packed
+from ktft.formats.schemes import quantization_config
 from ktft.formats.table import FORMATS, check_values, dequantize, encode, matrix_of_tensors, relative_error
 
 EXPERT_FORMATS: dict[str, str] = {"BF16": "bf16", "F32": "fp32"}
@@ -33,15 +35,18 @@ __all__ = [
     "GGUF_BLOCKS",
     "PLAIN_DTYPES",
     "TORCH_DTYPES",
+    "Detection",
     "Dimension",
     "Encoding",
     "Header",
     "Matrix",
     "Role",
+    "StoredMatrix",
     "StoredTensor",
     "awq",
     "check_values",
     "dequantize",
+    "detect",
     "encode",
     "fp8_block",
     "fp8_channel",
@@ -59,6 +64,7 @@ __all__ = [
     "nvfp4_compressed",
     "nvfp4_modelopt",
     "plain",
+    "quantization_config",
     "relative_error",
     "tensor_bytes",
 ]
