@@ -83,14 +83,16 @@ def encode(weight: torch.Tensor, encoding: Encoding) -> dict[Role, torch.Tensor]
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
-    """fp32 -> uint8 codes of the nearest e2m1, ties to the even code, magnitudes above 5 to 6."""
-    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])  # halfway between neighbours
+    """fp32 -> uint8 codes of the nearest e2m1, ties to the even code, magnitudes above 5 to 6.
+
+    Codes lie 0.5 apart below 2, 1 below 4, 2 above: the code of v is the least of 2v, v + 2 and v / 2 + 4, rounded.
+    2 and 4 are even, so they can be added after rounding to nearest even, and nothing else rounds.
+    """
     size = values.abs()
-    # A tie belongs to the even neighbour: to the lower code at bounds 0, 2, 4, 6, to the higher one at 1, 3, 5.
-    codes = torch.bucketize(size, bounds)
-    for bound in bounds[1::2]:
-        codes += size == bound
-    return (codes | (torch.signbit(values).long() << 3)).to(torch.uint8)
+    codes = (size * 2).round_()
+    torch.minimum(codes, size.round().add_(2), out=codes)
+    torch.minimum(codes, size.mul_(0.5).round_().add_(4), out=codes)
+    return codes.clamp_(max=7).to(torch.uint8) | torch.signbit(values).to(torch.uint8) << 3
 
 
 __all__ = ["decode", "e2m1_codes", "encode", "mxfp4", "mxfp4_blocks", "nvfp4_compressed", "nvfp4_modelopt"]

@@ -69,25 +69,20 @@ def decode(encoding: Encoding, tensors: Mapping[Role, torch.Tensor], begin: int,
 
 
 def encode(weight: torch.Tensor, encoding: Encoding) -> dict[Role, torch.Tensor]:
-    """Scale = largest magnitude / 448 in fp32 (1 where all are 0), code = weight / scale, nearest even.
+    """Scale = largest magnitude of a block / 448 in fp32 (1 where all are 0), code = weight / scale, nearest even.
 
     Args:
-        weight: fp32 [rows, cols], finite.
-        encoding: blocks with fp32 scales.
+        weight: fp32 [rows, cols], whole blocks of rows but for the last, finite.
+        encoding: blocks or rows with fp32 scales.
     """
     rows, cols = weight.shape
-    down, across = encoding.block
-    # A block of rows at a time: that many rows are all that is held beside the result.
-    codes = torch.empty(rows, cols, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(-(-rows // down), -(-cols // across))
-    for index, part in enumerate(weight.split(down)):
-        largest = part.abs().amax(0)
-        largest = torch.nn.functional.pad(largest, (0, -cols % across)).view(-1, across).amax(1)
-        scale = torch.where(largest > 0, largest / LARGEST, torch.ones(()))
-        # The smallest magnitudes have no scale: a subnormal quotient times 448 would miss them by far.
-        scales[index] = scale.clamp_(min=torch.finfo(torch.float32).tiny)
-        of_column = scales[index].repeat_interleave(across)[:cols]
-        codes[index * down : index * down + len(part)] = (part / of_column).clamp_(-LARGEST, LARGEST)
+    down, across = encoding.block[0], encoding.block[1] or cols
+    largest = torch.nn.functional.pad(weight.abs(), (0, -cols % across, 0, -rows % down))
+    largest = largest.view(-1, down, largest.shape[1] // across, across).amax((1, 3))
+    # A subnormal quotient times 448 would miss the largest magnitude by far, and its reciprocal is infinite.
+    scales = torch.where(largest > 0, largest / LARGEST, torch.ones(())).clamp_(min=torch.finfo(torch.float32).tiny)
+    of_element = scales.repeat_interleave(down, 0)[:rows].repeat_interleave(across, 1)[:, :cols]
+    codes = (weight / of_element).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
     return {"codes": codes, "scales": scales}
 
 

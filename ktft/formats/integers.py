@@ -81,7 +81,6 @@ def encode(weight: torch.Tensor, encoding: Encoding) -> dict[Role, torch.Tensor]
     if encoding.codes.dtypes == ("I32",):
         unsigned = (codes + half).to(torch.uint8)
         out["codes"] = (to_bytes(unsigned) if half == 8 else unsigned).view(torch.int32)
-        out["shape"] = torch.tensor([rows, cols])
     return out
 
 

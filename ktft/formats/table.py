@@ -21,7 +21,10 @@ _CHUNK = 1 << 20  # elements decoded at a time: 4 MiB in fp32 stay in the cache 
 
 @dataclass(frozen=True)
 class Codec:
-    """Decodes rows to fp32, as ``decode(encoding, tensors, begin, end)``, and, if ktft writes the format, encodes."""
+    """Decodes rows to fp32, as ``decode(encoding, tensors, begin, end)``, and, if ktft writes the format, encodes.
+
+    ``encode(weight, encoding)`` gets some rows in fp32, whole blocks of them, finite, and gives the codes and scales.
+    """
 
     decode: Callable[[Encoding, Mapping[Role, torch.Tensor], int, int], torch.Tensor]
     encode: Callable[[torch.Tensor, Encoding], dict[Role, torch.Tensor]] | None = None
@@ -100,25 +103,37 @@ def dequantize(
 def encode(weight: torch.Tensor, encoding: Encoding) -> dict[Role, torch.Tensor]:
     """The tensors that store ``weight`` [rows, cols], by role; ``encoding.names(base)`` names them.
 
+    Every code is the nearest one; how scales are chosen is said where each format's encoder is. Rows are encoded a few
+    at a time.
+
     Raises:
         ValueError: a weight is not finite, the groups do not divide the matrix, or ktft does not write this format.
     """
     encoder = FORMATS[encoding.format].encode
-    if encoder is None:
-        raise ValueError(f"ktft does not write {encoding}; it writes {[n for n, c in FORMATS.items() if c.encode]}")
-    if weight.dim() != 2:
+    if encoder is None or encoding.block == (0, 0):
+        raise ValueError(
+            f"ktft does not write {encoding}; it writes {', '.join(n for n, c in FORMATS.items() if c.encode)} with "
+            "scales per block, group or row"
+        )
+    if weight.dim() != 2 or not weight.numel():
         raise ValueError(f"expected a matrix [rows, cols], got a tensor {list(weight.shape)}")
-    cols = weight.shape[1]
-    # Packed formats fill whole bytes and words; their first tensor's shape says how many columns that takes.
+    rows, cols = weight.shape
+    # Packed formats fill whole bytes and words; the codes' shape says how many columns that takes.
     unit = max([encoding.group or 1, *(dimension.per for dimension in encoding.codes.shapes[0])])
-    if not encoding.edges and (cols % unit or (encoding.group and cols % encoding.group)):
+    if cols % unit and not encoding.edges:
         raise ValueError(f"{encoding} needs columns in multiples of {unit}; the matrix has {cols}")
-    values = weight.detach().float()
-    if not bool(torch.isfinite(values).all()):
-        raise ValueError("the matrix has weights that are not finite, which no format with scales can hold")
-    tensors = encoder(values, encoding)
+    down = encoding.block[0]
+    parts = []
+    for part in weight.detach().split(max(_CHUNK // cols // down, 1) * down):
+        values = part.float()
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError("the matrix has weights that are not finite, which no format with scales can hold")
+        parts.append(encoder(values, encoding))
+    tensors = {role: torch.cat([part[role] for part in parts]) for role in parts[0]}
     for tensor in encoding.tensors:
-        if (found := tensors[tensor.role].dtype) != TORCH_DTYPES[tensor.dtypes[0]]:
+        if tensor.role == "shape":
+            tensors["shape"] = torch.tensor([rows, cols])
+        elif (found := tensors[tensor.role].dtype) != TORCH_DTYPES[tensor.dtypes[0]]:
             raise ValueError(f"ktft writes {tensor.suffix} as {DTYPE_NAMES[found]}; {encoding} has {tensor.dtypes[0]}")
     return tensors
 
