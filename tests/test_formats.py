@@ -151,18 +151,19 @@ def test_mxfp4_corner_exponents() -> None:
 
 def test_nvfp4_scales_are_multiplied_by_modelopt_and_divided_by_compressed_tensors() -> None:
     packed = torch.tensor([[0x21] * 8 + [0xF7] * 8], dtype=torch.uint8)  # 0.5, 1 and 6, −6
-    scales = torch.tensor([[0x38, 0x3F]], dtype=torch.uint8).view(torch.float8_e4m3fn)  # 1 and 1.875
-    divisor, factor = fp32(1.7), fp32(1 / 1.7)
-    of_second = fp32(1.875 * factor)  # rounded before the codes are multiplied
+    scales = torch.tensor([[0x38, 0x3E]], dtype=torch.uint8).view(torch.float8_e4m3fn)  # 1 and 1.75
+    divisor = fp32(1.7)
+    factor = fp32(1 / divisor)
+    of_second = fp32(1.75 * factor)  # rounded before the codes are multiplied
     expected = [0.5 * factor, factor] * 8 + [fp32(6 * of_second), fp32(-6 * of_second)] * 8
     tensors: Tensors = {"codes": packed, "scales": scales, "global_scale": torch.tensor(factor)}
     assert decoded(formats.nvfp4_modelopt(), tensors) == [expected]
-    assert fp32(fp32(6 * 1.875) * factor) != expected[16]  # so that another order would be seen
-    of_first, of_second = fp32(1 / divisor), fp32(1.875 / divisor)
+    assert fp32(fp32(6 * 1.75) * factor) != expected[16]  # so that another order would be seen
+    of_first, of_second = fp32(1 / divisor), fp32(1.75 / divisor)
     expected = [0.5 * of_first, of_first] * 8 + [fp32(6 * of_second), fp32(-6 * of_second)] * 8
     tensors = {"codes": packed, "scales": scales, "global_divisor": torch.tensor([divisor])}
     assert decoded(formats.nvfp4_compressed(), tensors) == [expected]
-    assert fp32(fp32(6 * 1.875) / divisor) != expected[16] and of_second != fp32(1.875 * factor)
+    assert fp32(fp32(6 * 1.75) / divisor) != expected[16] and of_second != fp32(1.75 * factor)
 
 
 # --- integers ---------------------------------------------------------------------------------------------------------

@@ -188,15 +188,18 @@ def test_awq_has_rows_0_2_4_6_1_3_5_7_from_the_lowest_bits() -> None:
 def test_more_rows_than_are_decoded_at_a_time(encoding: formats.Encoding) -> None:
     """Codes that say their row and column, so that a chunk in the wrong place shows."""
     rows, cols = 264, 8192
-    codes = (torch.arange(rows)[:, None] * 3 + torch.arange(cols)) % 16
+    of_row = torch.arange(rows)[:, None] * 3 + torch.arange(rows)[:, None] // 16
+    codes = (of_row + torch.arange(cols)) % 16
     shifts = torch.arange(0, 32, 4)
     if encoding.format == "gptq":
         packed = (codes.view(rows, -1, 8) << shifts).sum(2).t()
     else:
         packed = (codes.t().reshape(cols, -1, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]] << shifts).sum(2)
     packed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed).int()
-    zeros = torch.zeros(cols // 128, rows // 8, dtype=torch.int32)
-    scales = torch.ones(cols // 128, rows).half()
+    zero = (torch.arange(rows // 8) // 5 % 7).int()  # of eight rows, and so of every nibble
+    zeros = (zero * 0x11111111).expand(cols // 128, -1).contiguous()
+    scales = (torch.arange(rows) + 1.0).expand(cols // 128, -1).half()
     tensors: Tensors = {"codes": packed.contiguous(), "scales": scales, encoding.tensors[2].role: zeros}
     out = formats.dequantize(encoding, tensors, torch.float32)
-    assert torch.equal(out, codes.float() - {"gptq": 1, "awq": 0}[encoding.format])
+    numbers = codes - zero.repeat_interleave(8)[:, None] - {"gptq": 1, "awq": 0}[encoding.format]
+    assert torch.equal(out, numbers * scales[:1].t().float())

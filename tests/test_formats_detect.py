@@ -356,6 +356,14 @@ def test_refusals(what: str, config: dict[str, Any] | None, headers: Headers, me
         detect(config, headers)
 
 
+def test_an_expert_that_is_listed_may_be_plain() -> None:
+    headers = change(change(FP8_HEADERS, ".weight_scale_inv"), ".weight", "BF16")
+    for pattern in (X, "model.layers.0.mlp.experts.0", "model.layers.0.*", r"re:.*layers\.0\."):
+        config = {**FP8, "modules_to_not_convert": [pattern]}
+        wanted = {name: header for name, header in headers.items() if "layers.0" not in name or X in name}
+        assert detect(config, wanted).matrices[X].encoding == formats.plain("BF16")
+
+
 def test_act_order_with_an_index_is_left_to_its_values() -> None:
     found = detect({**GPTQ, "desc_act": True}, GPTQ_HEADERS).matrices[X]
     assert found.names["group_index"] == f"{X}.g_idx"
@@ -374,6 +382,7 @@ def test_act_order_with_an_index_is_left_to_its_values() -> None:
         ("model.layers.1", "model.layers.11.mlp.up_proj", False),
         ("model.layers.*.self_attn", "model.layers.3.self_attn.q_proj", True),
         ("model.layers.*.self_attn", "model.layers.3.mlp", False),
+        ("model.layers.*.self_attn", "model.layers.3.self_attn_norm", False),
         ("*.mlp.shared_expert.*", "model.layers.0.mlp.shared_expert.up_proj", True),
         ("*.mlp.shared_expert.*", "model.layers.0.mlp.shared_expert_gate", False),
         ("mtp*", "mtp.layers.0.mlp.up_proj", True),

@@ -38,6 +38,16 @@ def test_shapes_and_dtypes_are_the_encodings_first(encoding: Encoding) -> None:
 
 
 @pytest.mark.parametrize("encoding", WRITTEN, ids=str)
+def test_rows_do_not_depend_on_how_many_there_are(encoding: Encoding) -> None:
+    weight = matrix(700, 4096) * torch.logspace(-2, 2, 700)[:, None]  # 256 rows are encoded and decoded at a time
+    tensors = formats.encode(weight, encoding)
+    out = formats.dequantize(encoding, tensors, torch.bfloat16)
+    for begin, end in ((128, 384), (640, 700)):
+        part = formats.encode(weight[begin:end], encoding)
+        assert torch.equal(formats.dequantize(encoding, part, torch.bfloat16), out[begin:end])
+
+
+@pytest.mark.parametrize("encoding", WRITTEN, ids=str)
 def test_every_code_is_the_nearest(encoding: Encoding) -> None:
     """Of the 256 or 16 numbers that a code can stand for with the scale that was chosen, none is nearer."""
     weight = matrix(8, 256)
