@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from ktft import formats
+from ktft.checkpoint import Checkpoint
 from ktft.formats import Encoding, detect
 from ktft.mapping import CheckpointError
 
@@ -179,6 +183,24 @@ def test_modelopts_own_file() -> None:
     with pytest.raises(CheckpointError, match=r"config\.json says quant_algo 'FP8', hf_quant.* says 'NVFP4'"):
         detect(modelopt("FP8"), headers, separate)
     assert detect(None, PLAIN, {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}).matrices
+
+
+@pytest.mark.parametrize("name", list(formats.WRITTEN))
+def test_a_checkpoint_in_files(tmp_path: Path, name: str) -> None:
+    """Written, found by its own config and headers, read and decoded."""
+    encoding, weight = formats.WRITTEN[name], torch.randn(130, 256)
+    tensors = formats.encode(weight, encoding)
+    stored_as = {encoding.names(X)[role]: tensor for role, tensor in tensors.items()}
+    save_file(stored_as | {"lm_head.weight": torch.ones(2, 256).bfloat16()}, tmp_path / "model.safetensors")
+    found = detect(formats.written_config(name, ["lm_head"]), Checkpoint(tmp_path).tensors).matrices
+    assert found["lm_head"].encoding == formats.plain("BF16")
+    assert found[X].encoding == encoding and found[X].matrix == formats.Matrix(130, 256)
+    read = load_file(tmp_path / "model.safetensors")
+    out = formats.dequantize(
+        found[X].encoding, {role: read[key] for role, key in found[X].names.items()}, torch.bfloat16
+    )
+    assert torch.equal(out, formats.dequantize(encoding, tensors, torch.bfloat16))
+    assert formats.relative_error(weight, out) < 0.13
 
 
 def test_where_the_config_lies() -> None:

@@ -9,15 +9,7 @@ from ktft import formats
 from ktft.formats import Encoding
 from ktft.formats.fp4 import e2m1_codes
 
-WRITTEN = [
-    formats.fp8_block(),
-    formats.int8(),
-    formats.int_packed(8, 0),
-    formats.int_packed(4, 32),
-    formats.int_packed(4, 128),
-    formats.mxfp4(),
-    formats.mxfp4_blocks(),
-]
+WRITTEN = [*formats.WRITTEN.values(), formats.int8(), formats.mxfp4_blocks(), formats.fp8_channel()]
 
 
 def matrix(rows: int, cols: int) -> torch.Tensor:
@@ -127,7 +119,7 @@ def test_relative_errors_are_those_of_rounding(encoding: Encoding) -> None:
         bits, least = {"fp8": (4, 2**-9), "mxfp4": (2, 0.5)}[encoding.format]
         scales = tensors["scales"]
         scales = torch.exp2(scales.float() - 127) if encoding.format == "mxfp4" else scales
-        scale = scales.repeat_interleave(encoding.group, 1).repeat_interleave(encoding.block[0], 0)
+        scale = scales.repeat_interleave(encoding.group or 2048, 1).repeat_interleave(encoding.block[0], 0)
         steps = torch.exp2(torch.frexp(weight / scale).exponent - bits).clamp(min=least) * scale
     expected = float((steps.square().mean() / 12).sqrt() / weight.square().mean().sqrt())
     assert expected * 0.97 < formats.relative_error(weight, out) < expected * 1.2, expected

@@ -6,6 +6,7 @@ same exact product once.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,6 +24,16 @@ def weights(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> torch.T
     generator = torch.Generator().manual_seed(rows * cols)
     sizes = torch.logspace(-4, 1, cols)[torch.randperm(cols, generator=generator)]
     return (torch.randn(rows, cols, generator=generator) * sizes).to(dtype)
+
+
+@dataclass(frozen=True)
+class Header:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def header(tensor: torch.Tensor) -> Header:
+    return Header(formats.DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
@@ -203,3 +214,22 @@ def test_mxfp8_equals_compressed_tensors() -> None:
     tensors: Tensors = {"codes": state["weight"], "scales": state["weight_scale"]}
     expected = compressor("mxfp8-quantized").decompress(state, quantization)["weight"]
     assert torch.equal(formats.dequantize(formats.mxfp8(), tensors, BF16), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in formats.WRITTEN if name != "fp8-block"])
+def test_a_written_checkpoint_is_what_compressed_tensors_reads(name: str) -> None:
+    """By the config alone it finds the layout, and decompresses what was written to what we decode."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    config = formats.written_config(name, ["lm_head", "model.layers.0.mlp.gate"])
+    parsed = quantization.QuantizationConfig.model_validate(config)
+    group = parsed.config_groups["group_0"]
+    encoding, base = formats.WRITTEN[name], "model.layers.0.mlp.experts.0.up_proj"
+    ours = formats.encode(weights(48, 256), encoding)
+    state = {tensor.suffix[1:]: ours[tensor.role] for tensor in encoding.tensors}
+    out = compressor(parsed.format).decompress(state, group)["weight"]
+    assert torch.equal(formats.dequantize(encoding, ours, BF16), out.to(BF16))
+    assert compressor(parsed.format).can_compress(torch.nn.Linear, group)
+    # What it writes out again is a config that means the same to us.
+    for again in (config, parsed.model_dump(mode="json")):
+        found = formats.detect(again, {encoding.names(base)[role]: header(tensor) for role, tensor in ours.items()})
+        assert found.matrices[base].encoding == encoding

@@ -4,6 +4,7 @@
 - ``floats``, ``fp8``, ``fp4``, ``integers``, ``gptq_awq``, ``gguf_blocks``: one family each, its layouts and its
   arithmetic.
 - ``table``: the one table of formats, and decoding, encoding and checking by it.
+- ``written``: the formats that ``ktft convert`` writes.
 - ``schemes``, ``detection``: what configs say; which encoding each matrix of a checkpoint has.
 
 A format is added with its decoder in one of the family modules, a row in ``table.FORMATS``, and what its configs say in
@@ -23,6 +24,7 @@ from ktft.formats.gptq_awq import awq, gptq
 from ktft.formats.integers import int8, int8_tensor, int_packed
 from ktft.formats.schemes import quantization_config
 from ktft.formats.table import FORMATS, check_values, dequantize, encode, matrix_of_tensors, relative_error
+from ktft.formats.written import WRITTEN, written_config
 
 EXPERT_FORMATS: dict[str, str] = {"BF16": "bf16", "F32": "fp32"}
 """Safetensors dtypes that routed experts may have -> format name in ``ktft.weights.FORMATS``."""
@@ -35,6 +37,7 @@ __all__ = [
     "GGUF_BLOCKS",
     "PLAIN_DTYPES",
     "TORCH_DTYPES",
+    "WRITTEN",
     "Detection",
     "Dimension",
     "Encoding",
@@ -67,4 +70,5 @@ __all__ = [
     "quantization_config",
     "relative_error",
     "tensor_bytes",
+    "written_config",
 ]
