@@ -122,19 +122,29 @@ def encode(weight: torch.Tensor, encoding: Encoding) -> dict[Role, torch.Tensor]
     unit = max([encoding.group or 1, *(dimension.per for dimension in encoding.codes.shapes[0])])
     if cols % unit and not encoding.edges:
         raise ValueError(f"{encoding} needs columns in multiples of {unit}; the matrix has {cols}")
-    down = encoding.block[0]
-    parts = []
-    for part in weight.detach().split(max(_CHUNK // cols // down, 1) * down):
+    tensors = {
+        tensor.role: torch.empty(
+            [dimension.size(rows, cols) for dimension in tensor.shapes[0]], dtype=TORCH_DTYPES[tensor.dtypes[0]]
+        )
+        for tensor in encoding.tensors
+    }
+    if "shape" in tensors:
+        tensors["shape"] = torch.tensor([rows, cols])
+    step = max(_CHUNK // cols // encoding.block[0], 1) * encoding.block[0]
+    done: dict[Role, int] = {}
+    for part in weight.detach().split(step):
         values = part.float()
         if not bool(torch.isfinite(values).all()):
             raise ValueError("the matrix has weights that are not finite, which no format with scales can hold")
-        parts.append(encoder(values, encoding))
-    tensors = {role: torch.cat([part[role] for part in parts]) for role in parts[0]}
-    for tensor in encoding.tensors:
-        if tensor.role == "shape":
-            tensors["shape"] = torch.tensor([rows, cols])
-        elif (found := tensors[tensor.role].dtype) != TORCH_DTYPES[tensor.dtypes[0]]:
-            raise ValueError(f"ktft writes {tensor.suffix} as {DTYPE_NAMES[found]}; {encoding} has {tensor.dtypes[0]}")
+        for role, rows_of_part in encoder(values, encoding).items():
+            whole, begin = tensors[role], done.get(role, 0)
+            if rows_of_part.dtype != whole.dtype:
+                raise ValueError(
+                    f"ktft writes {encoding.names('')[role]} as {DTYPE_NAMES[rows_of_part.dtype]}; {encoding} has "
+                    f"{DTYPE_NAMES[whole.dtype]}"
+                )
+            done[role] = begin + len(rows_of_part)
+            whole[begin : done[role]] = rows_of_part
     return tensors
 
 
