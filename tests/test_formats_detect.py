@@ -386,6 +386,24 @@ def test_an_expert_that_is_listed_may_be_plain() -> None:
         assert detect(config, wanted).matrices[X].encoding == formats.plain("BF16")
 
 
+def test_half_of_a_fused_matrix_is_refused() -> None:
+    base = "model.layers.0.mlp.experts.gate_up_proj"
+    other = "model.layers.1.mlp.experts.gate_up_proj"
+    for config, encoding in (
+        ({"quant_method": "mxfp4"}, formats.mxfp4_blocks()),
+        (FP8, formats.fp8_block((128, 128), "", "_scale_inv")),
+        (FP8, formats.mxfp4("", "_scale_inv")),
+    ):
+        whole = PLAIN | stored(encoding, base, other, experts=4)
+        codes, scales = (base + tensor.suffix for tensor in encoding.tensors)
+        with pytest.raises(CheckpointError, match=f"'{scales}' is missing"):
+            detect(config, {name: header for name, header in whole.items() if name != scales})
+        # fp32 scales alone are a parameter like any other, until transformers misses the weights.
+        if whole[scales].dtype == "U8":
+            with pytest.raises(CheckpointError, match=f"which has '{codes}' of dtype"):
+                detect(config, {name: header for name, header in whole.items() if name != codes})
+
+
 def test_act_order_with_an_index_is_left_to_its_values() -> None:
     found = detect({**GPTQ, "desc_act": True}, GPTQ_HEADERS).matrices[X]
     assert found.names["group_index"] == f"{X}.g_idx"

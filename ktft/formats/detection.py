@@ -118,11 +118,14 @@ def _by_base(headers: Mapping[str, Header]) -> dict[str, list[str]]:
 
 
 def _is_quantised(found: Mapping[str, Header]) -> bool:
+    """Whether a name or a dtype is there that plain tensors do not have; bytes may be masks, if they are vectors."""
     if any(suffix in found for suffix in (*_SCALES, *_REFUSED, ".weight_packed", ".qweight")):
         return True
-    if ("_blocks" in found and "_scales" in found) or ("" in found and "_scale_inv" in found):
-        return True
-    return ".weight" in found and found[".weight"].dtype not in {*PLAIN_DTYPES, "F64", "BOOL", "I16", "I32", "I64"}
+    return any(
+        header.dtype.startswith(("F8_", "F6_", "F4")) or (header.dtype in ("U8", "I8") and len(header.shape) > 1)
+        for suffix, header in found.items()
+        if suffix not in _ACTIVATIONS
+    ) or ("" in found and "_scale_inv" in found)
 
 
 def _plain(base: str, found: Mapping[str, Header]) -> StoredMatrix | None:

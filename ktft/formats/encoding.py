@@ -91,8 +91,8 @@ class Encoding:
 
     Attributes:
         format: the decoder's name, a key of ``ktft.formats.FORMATS``.
-        block: rows and columns that share one scale (GGUF: that lie in one block, with its scales); 0 means all of them.
-            (0, 0) for formats without scales.
+        block: rows and columns that share one scale (GGUF: that lie in one block, with its scales); 0 means all of
+            them. (0, 0) for formats without scales.
         tensors: the tensors it consists of; the first holds the codes.
         edges: blocks may be cut off at the last row and column; otherwise ``block`` divides the matrix.
     """
