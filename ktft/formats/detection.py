@@ -25,9 +25,10 @@ _SCALES = (
     ".weight_global_scale",
     ".weight_shape",
     ".qzeros",
+    "_scale_inv",
 )
 """What belongs to codes and to nothing else."""
-_AMBIGUOUS = ("_scale_inv", "_scales", ".scales", ".scale", ".g_idx")
+_AMBIGUOUS = ("_scales", ".scales", ".scale", ".g_idx")
 """What belongs to codes if there are any: models have parameters of these names, too."""
 _ACTIVATIONS = (
     ".input_scale",
@@ -125,7 +126,7 @@ def _is_quantised(found: Mapping[str, Header]) -> bool:
         header.dtype.startswith(("F8_", "F6_", "F4")) or (header.dtype in ("U8", "I8") and len(header.shape) > 1)
         for suffix, header in found.items()
         if suffix not in _ACTIVATIONS
-    ) or ("" in found and "_scale_inv" in found)
+    )
 
 
 def _plain(base: str, found: Mapping[str, Header]) -> StoredMatrix | None:
