@@ -105,9 +105,9 @@ def compressor(name: str) -> Any:
 
 def scale_of(weight: torch.Tensor, quantization: Any, shape: tuple[int, ...], **more: Any) -> torch.Tensor:
     """Scales by its own observer's formula; ``shape`` breaks the weight into groups along the last dimension."""
-    helpers = pytest.importorskip("compressed_tensors.quantization.utils")
+    theirs = pytest.importorskip("compressed_tensors.quantization.utils")
     groups = weight.reshape(*shape)
-    scale, _ = helpers.calculate_qparams(groups.amin(-1), groups.amax(-1), quantization.weights, **more)
+    scale, _ = theirs.calculate_qparams(groups.amin(-1), groups.amax(-1), quantization.weights, **more)
     return scale
 
 
@@ -176,10 +176,10 @@ def test_fp8_blocks_equal_compressed_tensors_at_the_edges() -> None:
 
 
 def test_nvfp4_equals_compressed_tensors() -> None:
-    helpers = pytest.importorskip("compressed_tensors.quantization.utils")
+    theirs = pytest.importorskip("compressed_tensors.quantization.utils")
     quantization = scheme(num_bits=4, type="float", strategy="tensor_group", group_size=16)
     weight = weights(48, 256, BF16)
-    divisor = helpers.generate_gparam(weight.amin(), weight.amax())
+    divisor = theirs.generate_gparam(weight.amin(), weight.amax())
     groups = weight.reshape(48, -1, 16).float()
     scale = (groups.abs().amax(-1) / 6 * divisor).clamp(max=448).to(torch.float8_e4m3fn)
     state = {"weight": weight, "weight_scale": scale.float(), "weight_global_scale": divisor}
