@@ -1,13 +1,8 @@
-"""On-disk formats: what a safetensors dtype is called, how wide it is, and which of them hold expert weights.
-
-Adding a format that the kernels decode is a row in :data:`EXPERT_FORMATS` here, a row in ``ktft.weights.FORMATS`` and
-a decoder in the kernels. This module knows names and sizes only; it opens no files.
-"""
+"""What a safetensors dtype is called, how wide it is, and which torch dtype it is."""
 
 from __future__ import annotations
 
-EXPERT_FORMATS: dict[str, str] = {"BF16": "bf16", "F32": "fp32"}
-"""Safetensors dtypes that routed experts may have -> format name in ``ktft.weights.FORMATS``."""
+import torch
 
 DTYPE_BITS: dict[str, int] = {
     "BOOL": 8,
@@ -35,6 +30,21 @@ DTYPE_BITS: dict[str, int] = {
 }
 """Bits of one element of every dtype the safetensors format names."""
 
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+}
+"""Dtypes that the tensors of an encoded matrix may have."""
+
+DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int | None:
     """Bytes a tensor takes in a file; None for a dtype this version has not heard of."""
@@ -46,4 +56,4 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int | None:
     return (bits + 7) // 8
 
 
-__all__ = ["DTYPE_BITS", "EXPERT_FORMATS", "tensor_bytes"]
+__all__ = ["DTYPE_BITS", "DTYPE_NAMES", "TORCH_DTYPES", "tensor_bytes"]
