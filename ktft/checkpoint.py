@@ -25,7 +25,7 @@ import numpy as np
 
 from ktft.formats import EXPERT_FORMATS, tensor_bytes
 from ktft.mapping import CheckpointError, FileIdentity, check_mapped, map_file
-from ktft.weights import FORMATS, ExpertMatrices, ExpertWeights
+from ktft.weights import PLAIN, ExpertMatrices, ExpertWeights
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -286,7 +286,7 @@ class Checkpoint:
                 _check_like(tensor, found[0])
             format_name = EXPERT_FORMATS[found[0].dtype]
             addresses = np.array([address(tensor) for tensor in found], dtype=np.int64)
-            return ExpertMatrices(addresses, columns * FORMATS[format_name].itemsize, format_name)
+            return ExpertMatrices(addresses, columns * PLAIN[format_name].itemsize, format_name)
 
         if not fused:
             gate, up, down = matrices("gate", i, h), matrices("up", i, h), matrices("down", h, i)
@@ -297,7 +297,7 @@ class Checkpoint:
             def slices(tensor: Tensor, rows: int, columns: int, first: int) -> ExpertMatrices:
                 """Of a tensor [E, rows, columns], the matrices that begin at row (transposed: column) ``first``."""
                 format_name = EXPERT_FORMATS[tensor.dtype]
-                size = FORMATS[format_name].itemsize
+                size = PLAIN[format_name].itemsize
                 stride = columns * size
                 offset = first * (size if transposed else stride)
                 addresses = address(tensor) + offset + np.arange(e, dtype=np.int64) * (rows * stride)
@@ -307,7 +307,7 @@ class Checkpoint:
             gate, up = slices(gate_up, *gate_up_shape, 0), slices(gate_up, *gate_up_shape, i)
             down = slices(down_all, *down_shape, 0)
         for tensor in used:
-            size = FORMATS[EXPERT_FORMATS[tensor.dtype]].itemsize
+            size = PLAIN[EXPERT_FORMATS[tensor.dtype]].itemsize
             if tensor.begin % size:
                 raise CheckpointError(
                     f"{tensor.file}: expert tensor {tensor.name!r} begins at byte {tensor.begin}; expected a multiple "

@@ -22,12 +22,15 @@ from torch.autograd import forward_ad
 
 from ktft import _C
 from ktft.buffers import Buffers
-from ktft.weights import FORMATS, LORA_NAMES, ExpertWeights, lookup, lora_shapes
+from ktft.weights import CODED, LORA_NAMES, PLAIN, ExpertWeights, lookup, lora_shapes
 
 MAX_RANK = 256
 MAX_ADAPTERS: int = _C.MAX_ADAPTERS
 _COMPUTE = {torch.bfloat16: 0, torch.float32: 1}
-_FORMAT_CODES = {"bf16": 0, "fp32": 1}
+_FORMAT_CODES = {
+    name: code for code, name in enumerate(("bf16", "fp32", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4"))
+}
+"""As in csrc/kernels/table.h."""
 _LORA_FORMATS = {torch.bfloat16: 0, torch.float32: 1}
 _buffers = Buffers()
 
@@ -493,4 +496,4 @@ def moe_experts(
     return out.to(dtype)
 
 
-assert set(FORMATS) == set(_FORMAT_CODES)
+assert {*PLAIN, *CODED} == set(_FORMAT_CODES)

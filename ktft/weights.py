@@ -21,8 +21,47 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-FORMATS: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Formats the kernels decode: name -> dtype of one stored element."""
+PLAIN: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+"""Formats whose stored elements are the weights: name -> dtype of one element."""
+
+CODED: frozenset[str] = frozenset({"fp8", "int8", "int4", "mxfp4", "nvfp4"})
+"""Formats with scales beside the codes; what they mean is said in ``ktft.formats``, decoded in ``csrc/kernels``."""
+
+SCALE_FORMATS: tuple[str, ...] = ("fp32", "bf16", "fp16", "e8m0", "e4m3")
+"""What scales are stored as."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """Scales of one coded matrix of every expert.
+
+    Element [i, j] as stored has the scale at row ``(i + first_row) // rows`` and column ``j // columns``.
+
+    Attributes:
+        addresses: int64 [E], of each expert's first scale.
+        row_stride: bytes from one row of scales to the next; 0 where all rows share one.
+        format: one of :data:`SCALE_FORMATS`.
+        rows, columns: stored rows and columns that share a scale; at least 1.
+        first_row: where the matrix begins inside a block of rows, for half of a fused tensor.
+        factors: float32 [E] that every scale is multiplied by (``divides``: divided by), rounded to fp32; or None.
+        divides: see ``factors``.
+    """
+
+    addresses: np.ndarray
+    row_stride: int
+    format: str
+    rows: int
+    columns: int
+    first_row: int = 0
+    factors: np.ndarray | None = None
+    divides: bool = False
+
+    def __post_init__(self) -> None:
+        if self.format not in SCALE_FORMATS:
+            raise ValueError(f"scales in format {self.format!r}; expected one of {', '.join(SCALE_FORMATS)}")
+        if self.rows < 1 or self.columns < 1 or self.first_row < 0:
+            raise ValueError(f"scales of {self.rows} rows and {self.columns} columns from row {self.first_row}")
+        _check_addresses(self.addresses)
 
 
 @dataclass(frozen=True)
@@ -32,23 +71,33 @@ class ExpertMatrices:
     Attributes:
         addresses: int64 [E], the address of element [0, 0] of each expert's matrix as used in y = x Wᵀ, W [rows, cols].
         row_stride: bytes from one row *as stored* to the next.
-        format: a key of :data:`FORMATS`.
+        format: a key of :data:`PLAIN`, or one of :data:`CODED`.
         transposed: the file stores Wᵀ, i.e. [cols, rows]; element [i, j] of W is then at ``address + j * row_stride
         + i * itemsize``.
+        scales: of a coded matrix.
     """
 
     addresses: np.ndarray
     row_stride: int
     format: str
     transposed: bool = False
+    scales: Scales | None = None
 
     def __post_init__(self) -> None:
-        if self.format not in FORMATS:
-            raise ValueError(f"expert weights in format {self.format!r}; this version decodes {sorted(FORMATS)}")
-        if self.addresses.dtype != np.int64 or self.addresses.ndim != 1 or not self.addresses.flags.c_contiguous:
+        if self.format not in PLAIN and self.format not in CODED:
             raise ValueError(
-                f"addresses must be a contiguous int64 vector, got {self.addresses.dtype} {self.addresses.shape}"
+                f"expert weights in format {self.format!r}; this version decodes {', '.join(sorted({*PLAIN, *CODED}))}"
             )
+        if (self.scales is None) != (self.format in PLAIN):
+            raise ValueError(
+                f"expert weights in format {self.format!r} {'need' if self.scales is None else 'have no'} scales"
+            )
+        _check_addresses(self.addresses)
+
+
+def _check_addresses(addresses: np.ndarray) -> None:
+    if addresses.dtype != np.int64 or addresses.ndim != 1 or not addresses.flags.c_contiguous:
+        raise ValueError(f"addresses must be a contiguous int64 vector, got {addresses.dtype} {addresses.shape}")
 
 
 _lock = threading.Lock()
@@ -102,12 +151,12 @@ class ExpertWeights:
 
         The tensors are shared, not copied; they may be strided views as long as the last dimension is contiguous.
         """
-        names = {dtype: name for name, dtype in FORMATS.items()}
+        names = {dtype: name for name, dtype in PLAIN.items()}
 
         def describe(tensor: torch.Tensor) -> ExpertMatrices:
             if tensor.dim() != 3 or tensor.stride(2) != 1 or tensor.device.type != "cpu" or tensor.dtype not in names:
                 raise ValueError(
-                    f"expected a CPU tensor [E, rows, cols] in {sorted(FORMATS)} with contiguous rows, "
+                    f"expected a CPU tensor [E, rows, cols] in {sorted(PLAIN)} with contiguous rows, "
                     f"got {tensor.dtype} {tuple(tensor.shape)} stride {tensor.stride()} on {tensor.device}"
                 )
             size = tensor.element_size()
@@ -137,7 +186,7 @@ class ExpertWeights:
         if name == "down":
             rows, cols = cols, rows
         stored_rows, stored_cols = (cols, rows) if matrices.transposed else (rows, cols)
-        dtype = FORMATS[matrices.format]
+        dtype = PLAIN[matrices.format]
         out = torch.empty(stored_rows, stored_cols, dtype=dtype)
         row_bytes = stored_cols * dtype.itemsize
         for row in range(stored_rows):
@@ -190,4 +239,14 @@ def lora_shapes(num_experts: int, hidden: int, intermediate: int, rank: int) -> 
     return ((e, r, h), (e, i, r), (e, r, h), (e, i, r), (e, r, i), (e, h, r))
 
 
-__all__ = ["FORMATS", "LORA_NAMES", "ExpertMatrices", "ExpertWeights", "lookup", "lora_shapes"]
+__all__ = [
+    "CODED",
+    "LORA_NAMES",
+    "PLAIN",
+    "SCALE_FORMATS",
+    "ExpertMatrices",
+    "ExpertWeights",
+    "Scales",
+    "lookup",
+    "lora_shapes",
+]

@@ -24,7 +24,7 @@ from ktft import cli, ops
 from ktft.adapters import get_peft_model
 from ktft.bench import decode, experts, layer, machine, memory, train, train_side
 from ktft.bench.report import COLUMNS, Report
-from ktft.weights import FORMATS
+from ktft.weights import PLAIN
 from tests.tiny_adapter import random_adapter
 from tests.tiny_chat import tiny_chat_model
 from tests.tiny_models import tiny_checkpoint, tiny_model
@@ -139,7 +139,7 @@ def test_different_results_are_not_compared(probe: machine.Probe, monkeypatch: p
         records(experts.Settings(SHAPE, tokens=(4,), vs="hf", repeat=1), probe)
 
 
-@pytest.mark.parametrize("format_name", list(FORMATS))
+@pytest.mark.parametrize("format_name", list(PLAIN))
 def test_every_format_and_level(format_name: str, probe: machine.Probe) -> None:
     shape = dataclasses.replace(SHAPE, format=format_name, lora_rank=0)
     for isa in ops.cpu_report()["levels"]:
@@ -148,7 +148,7 @@ def test_every_format_and_level(format_name: str, probe: machine.Probe) -> None:
         assert lines[0]["isa"] == isa and lines[0]["threads"] == lines[0]["torch_threads"] == 1
         assert line["peak_dtype"] == ("fp32" if format_name == "fp32" or isa in ("scalar", "avx2") else "bf16")
         assert "hf_fwd_ms" not in line and line["lora_rank"] == 0
-        size = line["experts_touched"] * 3 * 128 * 64 * FORMATS[format_name].itemsize
+        size = line["experts_touched"] * 3 * 128 * 64 * PLAIN[format_name].itemsize
         assert math.isclose(line["fwd_weight_gbs"], size / line["fwd_ms"] / 1e6, rel_tol=2e-5)
     assert ops.num_threads() == torch.get_num_threads()
 

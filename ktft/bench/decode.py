@@ -38,7 +38,7 @@ from ktft.bench.report import Report
 from ktft.bench.settings import check_isa, tidy, torch_threads
 from ktft.chat import Sampling
 from ktft.experts import CpuExperts
-from ktft.weights import FORMATS
+from ktft.weights import PLAIN
 
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 
@@ -183,7 +183,7 @@ def bytes_per_token(model: Any) -> int:
     experts = 0
     for module in model.modules():
         if isinstance(module, CpuExperts) and module.weights is not None:
-            width = FORMATS[module.weights.gate.format].itemsize
+            width = PLAIN[module.weights.gate.format].itemsize
             experts += 3 * module.hidden_size * module.intermediate_size * width
     base = _base(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()

@@ -20,7 +20,7 @@ from ktft.checkpoint import SINGLE_FILE, Checkpoint, ExpertTensor, Part
 from ktft.formats import EXPERT_FORMATS
 from ktft.mapping import FileMapping
 from ktft.ops import MAX_RANK
-from ktft.weights import FORMATS, ExpertWeights
+from ktft.weights import PLAIN, ExpertWeights
 
 PREFIX = "model.layers.0.mlp.experts"
 ROTATION = 16
@@ -46,8 +46,8 @@ class Shape:
             raise ValueError(f"--topk {self.topk} is more than --experts {self.experts}; a token takes an expert once")
         if self.lora_rank > MAX_RANK:
             raise ValueError(f"--lora-rank {self.lora_rank}: the kernels serve ranks up to {MAX_RANK}, and 0 for none")
-        if self.format not in FORMATS:
-            raise ValueError(f"--format {self.format} is not a format of expert weights; valid: {', '.join(FORMATS)}")
+        if self.format not in PLAIN:
+            raise ValueError(f"--format {self.format} is not a format of expert weights; valid: {', '.join(PLAIN)}")
 
     @property
     def compute(self) -> torch.dtype:
@@ -57,7 +57,7 @@ class Shape:
     @property
     def expert_bytes(self) -> int:
         """One expert's three matrices as stored."""
-        return 3 * self.hidden * self.intermediate * FORMATS[self.format].itemsize
+        return 3 * self.hidden * self.intermediate * PLAIN[self.format].itemsize
 
     def flop(self, tokens: int) -> int:
         """Operations of the base products of one pass: 2 for each multiply-add, three matrices, k experts a token."""
@@ -67,7 +67,7 @@ class Shape:
 def write_layer(directory: Path, shape: Shape, seed: int = 0) -> None:
     """Write random experts, normal with deviation 0.02, to ``directory/model.safetensors``."""
     names = {code: name for name, code in EXPERT_FORMATS.items()}
-    dtype = FORMATS[shape.format]
+    dtype = PLAIN[shape.format]
     header: dict[str, object] = {}
     size = shape.expert_bytes // 3
     position = 0
