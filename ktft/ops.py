@@ -266,7 +266,7 @@ def _layer_call(call: _Call, experts: ExpertWeights) -> tuple[_C.LayerCall, list
         top_k_index=index.data_ptr(),
         top_k_weights=route_weights.data_ptr(),
         matrices=[
-            (m.addresses.ctypes.data, m.row_stride, _FORMAT_CODES[m.format], m.transposed)
+            (m.addresses.ctypes.data, m.row_stride, _FORMATS.index(m.format), m.transposed)
             for m in (experts.gate, experts.up, experts.down)
         ],
         adapters=adapters,
@@ -496,4 +496,4 @@ def moe_experts(
     return out.to(dtype)
 
 
-assert {*PLAIN, *CODED} == set(_FORMAT_CODES)
+assert {*PLAIN, *CODED} == set(_FORMATS)
