@@ -16,10 +16,14 @@ T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+// addresses, row_stride, format, transposed; of the scales: addresses, stride, format, rows, columns, first row, factors,
+// divides
+using PyMatrices =
+    std::tuple<uintptr_t, int64_t, int, bool, uintptr_t, int64_t, int, int64_t, int64_t, int64_t, uintptr_t, bool>;
+
 struct PyCall : LayerCall {
   PyCall(int64_t tokens_, int64_t top_k_, int64_t experts_, int64_t hidden_, int64_t intermediate_, uintptr_t x_,
-         uintptr_t top_k_index_, uintptr_t top_k_weights_,
-         const std::vector<std::tuple<uintptr_t, int64_t, int, bool>>& matrices,
+         uintptr_t top_k_index_, uintptr_t top_k_weights_, const std::vector<PyMatrices>& matrices,
          const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>& adapters_, uintptr_t adapter_ids_,
          double dropout_p_, uint64_t dropout_seed_, int compute_, int isa_, int threads_, bool residency_known_) {
     tokens = tokens_;
@@ -33,8 +37,19 @@ struct PyCall : LayerCall {
     if (matrices.size() != 3) throw std::invalid_argument("expected gate, up and down");
     Matrices* const targets[3] = {&gate, &up, &down};
     for (size_t i = 0; i < 3; ++i) {
-      const auto& [addresses, row_stride, format, transposed] = matrices[i];
-      *targets[i] = {pointer<const int64_t>(addresses), row_stride, Format(format), transposed};
+      const auto& [addresses, row_stride, format, transposed, scale_addresses, scale_stride, scale_format, scale_rows,
+                   scale_columns, first_row, factors, divides] = matrices[i];
+      if (format < 0 || format >= kFormats || scale_rows < 1 || scale_columns < 1)
+        throw std::invalid_argument("a format that the kernels do not have");
+      const Scales scales{nullptr, scale_stride, ScaleFormat(scale_format), scale_rows, scale_columns, first_row,
+                          1.0f,    divides};
+      *targets[i] = {pointer<const int64_t>(addresses),
+                     row_stride,
+                     Format(format),
+                     transposed,
+                     pointer<const int64_t>(scale_addresses),
+                     scales,
+                     pointer<const float>(factors)};
     }
     for (const auto& [factors, format, rank, scaling] : adapters_) {
       if (factors.size() != 6) throw std::invalid_argument("an adapter has six factors");
@@ -104,9 +119,8 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<PyCall>(m, "LayerCall")
       .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, uintptr_t, uintptr_t, uintptr_t,
-                    const std::vector<std::tuple<uintptr_t, int64_t, int, bool>>&,
-                    const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>&, uintptr_t, double, uint64_t,
-                    int, int, int, bool>(),
+                    const std::vector<PyMatrices>&, const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>&,
+                    uintptr_t, double, uint64_t, int, int, int, bool>(),
            py::arg("tokens"), py::arg("top_k"), py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("x"),
            py::arg("top_k_index"), py::arg("top_k_weights"), py::arg("matrices"), py::arg("adapters"), py::arg("adapter_ids"),
            py::arg("dropout_p"), py::arg("dropout_seed"), py::arg("compute"), py::arg("isa"), py::arg("threads"),

@@ -16,6 +16,9 @@ namespace {
 constexpr int64_t kWaveBytesPerThread = 4 << 20;
 constexpr int64_t kMinWaveRows = 256;
 
+// Stored rows that are decoded at a time where few rows of activations meet them: 4 KiB each at most, so that they stay in L1.
+constexpr int kDecodedRows = 8;
+
 }  // namespace
 
 Layer::Layer(const LayerCall& call)
@@ -102,7 +105,7 @@ void Layer::gather(const Wave& wave, const Piece& chunk, const char* tensor, cha
   for (int64_t row = chunk.begin; row < chunk.end; ++row) {
     if (row + 1 < chunk.end)
       for (int64_t byte = 0; byte < row_bytes; byte += 64) __builtin_prefetch(source(row + 1) + byte);
-    kernels_.decode_rows(call_.compute, source(row), row_bytes, 1, call_.hidden, rows + (row - wave.begin) * hidden_stride_,
+    kernels_.decode_rows({source(row), row_bytes, call_.compute}, 1, call_.hidden, rows + (row - wave.begin) * hidden_stride_,
                          hidden_stride_);
   }
 }
@@ -124,8 +127,8 @@ Block Layer::base_block(Direction direction, Projection p, Step step) const {
   block.length = input_is_hidden ? call_.hidden : call_.intermediate;
   if (!step.piece) return block;
   block.columns = block_columns(input_is_hidden ? call_.intermediate : call_.hidden, step.block, step.count);
-  block.data = reinterpret_cast<const char*>(m.addresses[step.piece->expert]) +
-               step.block * kBlock * (block.is_rows ? block.stride : size_of(block.format));
+  const int64_t first = step.block * kBlock;
+  static_cast<Stored&>(block) = m.of(step.piece->expert).from(block.is_rows ? first : 0, block.is_rows ? 0 : first);
   return block;
 }
 
@@ -134,9 +137,7 @@ Block Layer::lora_block(Direction direction, int adapter, int factor, int64_t ex
   const int64_t rows = factor_rows(adapter, factor), cols = factor_cols(adapter, factor);
   const bool is_rows = direction == kForward;
   const int64_t stride = cols * size_of(a.format);
-  return {factor_address(adapter, factor, expert) + block * kBlock * (is_rows ? stride : size_of(a.format)),
-          stride,
-          a.format,
+  return {{factor_address(adapter, factor, expert) + block * kBlock * (is_rows ? stride : size_of(a.format)), stride, a.format},
           is_rows,
           is_rows ? cols : rows,
           block_columns(is_rows ? rows : cols, block, count)};
@@ -157,12 +158,8 @@ Layer::Base Layer::base(Direction direction, std::initializer_list<Projection> p
 
 PanelSource Layer::source(const Block& block, int64_t part) const {
   const int64_t begin = part * part_length();
-  return {block.data + begin * (block.is_rows ? size_of(block.format) : block.stride),
-          block.stride,
-          block.format,
-          block.is_rows,
-          std::min(part_length(), block.length - begin),
-          block.columns};
+  return {block.from(block.is_rows ? 0 : begin, block.is_rows ? begin : 0), block.is_rows,
+          std::min(part_length(), block.length - begin), block.columns};
 }
 
 int64_t Layer::factor_rows(int adapter, int factor) const {
@@ -183,8 +180,8 @@ const char* Layer::factor_address(int adapter, int factor, int64_t expert) const
 Ahead Layer::ahead_of(const Base& base, int64_t index, const Base& after) const {
   Ahead ahead;
   const auto read_ahead = [](const PanelSource& part) -> Ahead::Area {
-    const int64_t bytes = (part.is_rows ? part.length : part.columns) * size_of(part.format);
-    return {part.data, part.stride, part.is_rows ? part.columns : part.length, bytes};
+    const int64_t bytes = (part.is_rows ? part.length : part.columns) * bits_of(part.format) / 8;
+    return {part.codes(), part.stride, part.is_rows ? part.columns : part.length, bytes};
   };
   const auto read = [&](const Block& block) { ahead.areas[0] = read_ahead(source(block, 0)); };
   if (base.few) {
@@ -215,10 +212,12 @@ Ahead Layer::ahead_of(const Base& base, int64_t index, const Base& after) const 
 void Layer::add_in_place(Worker& worker, const Term& term, const Chunk& chunk, int64_t begin, int64_t length, float* c,
                          const Ahead& ahead) const {
   const Block& block = term.block;
+  if (!is_direct(block.format)) return add_decoded(worker, term, chunk, begin, length, c);
   const int64_t first = begin / kernels_.group;
+  const Stored stored = block.from(block.is_rows ? 0 : begin, block.is_rows ? begin : 0);
   Operands x{term.rows.words + chunk.first * term.rows.stride + first * 4,
              term.rows.stride,
-             block.data + begin * (block.is_rows ? size_of(block.format) : block.stride),
+             stored.data,
              block.stride,
              length,
              block.format,
@@ -228,10 +227,41 @@ void Layer::add_in_place(Worker& worker, const Term& term, const Chunk& chunk, i
       block.format == kernels_.word_format && block.format == call_.compute && block.length % kernels_.group == 0;
   if (block.is_rows && !is_words) {
     x.b_stride = words(length) * 4;
-    kernels_.decode_rows(block.format, x.b, block.stride, block.columns, length, worker.rows, x.b_stride);
+    kernels_.decode_rows(stored, block.columns, length, worker.rows, x.b_stride);
     x.b = worker.rows;
   }
   (block.is_rows ? kernels_.multiply_rows : kernels_.multiply_columns)(x, chunk.rows, block.columns, c, ahead);
+}
+
+void Layer::add_decoded(Worker& worker, const Term& term, const Chunk& chunk, int64_t begin, int64_t length, float* c) const {
+  const Block& block = term.block;
+  const int64_t group = kernels_.group;
+  Operands x{
+      term.rows.words + chunk.first * term.rows.stride + begin / group * 4, term.rows.stride, nullptr, 0, length, kBf16, {}};
+  if (term.rows.arranged)
+    x.arranged = {term.rows.arranged + chunk.first * words(block.length) * 4, words(block.length), begin / group};
+  if (block.is_rows) {
+    x.b = worker.rows;
+    x.b_stride = words(length) * 4;
+    const int step = chunk.few ? kDecodedRows : kBlock;
+    for (int col = 0; col < block.columns; col += step) {
+      const int columns = std::min(step, block.columns - col);
+      kernels_.decode_rows(block.from(col, begin), columns, length, worker.rows, x.b_stride);
+      kernels_.multiply_rows(x, chunk.rows, columns, c + col, {});
+    }
+    return;
+  }
+  x.b = worker.lora_panel;
+  for (int col = 0; col < block.columns; col += kBlock, c += kFewRows * kBlock) {
+    for (int64_t at = begin; at < begin + length; at += part_length()) {
+      const PanelSource part{block.from(at, col), false, std::min(part_length(), begin + length - at),
+                             std::min(kBlock, block.columns - col)};
+      kernels_.decode_panel(part, worker.lora_panel);
+      x.a = term.rows.words + chunk.first * term.rows.stride + at / group * 4;
+      x.length = part.length;
+      kernels_.multiply_panel(x, chunk.rows, part.columns, c, {});
+    }
+  }
 }
 
 void Layer::add_panel(const Term& term, const Chunk& chunk, int64_t part, const char* panel, float* c,
@@ -309,8 +339,8 @@ void Layer::low_rank(Worker& worker, const Wave& wave, const Piece& chunk, Rows 
     for (int i = 0; i < count; ++i) {
       kernels_.load_rows(rows.words + (inside + i) * rows.stride, 0, 0, 1, int(elements), worker.masked_row, elements);
       kernels_.dropout(mask, &routes_.route[size_t(chunk.begin + i)], 0, 1, int(elements), worker.masked_row, elements);
-      kernels_.decode_rows(kFp32, reinterpret_cast<const char*>(worker.masked_row), 0, 1, elements, worker.masked + i * stride,
-                           stride);
+      kernels_.decode_rows({reinterpret_cast<const char*>(worker.masked_row), 0, kFp32}, 1, elements,
+                           worker.masked + i * stride, stride);
     }
     rows = {worker.masked, stride};
     call.first = 0;

@@ -14,7 +14,7 @@
 
 namespace ktft {
 
-inline int64_t size_of(Format format) { return format == kBf16 ? 2 : 4; }
+inline int64_t size_of(Format format) { return bits_of(format) / 8; }
 inline int64_t blocks(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
 inline int block_columns(int64_t columns, int64_t block, int64_t count = 1) {
   return int(std::min(count * kBlock, columns - block * kBlock));
@@ -60,10 +60,7 @@ enum Projection { kGate = 0, kUp = 1, kDown = 2 };
 enum Direction { kForward, kBackward };  // y = x Wᵀ, or dx = dy W
 
 // Up to 64 output columns of one matrix, as stored; columns of few rows' products may be several blocks.
-struct Block {
-  const char* data = nullptr;
-  int64_t stride = 0;  // bytes between stored rows
-  Format format = kBf16;
+struct Block : Stored {
   bool is_rows = false;  // columns are stored rows, contiguous along the reduction; else elements of every stored row
   int64_t length = 0;    // of the reduction
   int columns = 0;
@@ -245,6 +242,8 @@ class Layer {
   // c += the term's product over elements [begin, begin + length), weights read where they lie.
   void add_in_place(Worker& worker, const Term& term, const Chunk& chunk, int64_t begin, int64_t length, float* c,
                     const Ahead& ahead) const;
+  // The same for formats that have to be decoded first.
+  void add_decoded(Worker& worker, const Term& term, const Chunk& chunk, int64_t begin, int64_t length, float* c) const;
   // c += one part of the term's product, from a panel.
   void add_panel(const Term& term, const Chunk& chunk, int64_t part, const char* panel, float* c, const Ahead& ahead) const;
   // c += one product of a base: few rows the whole of it in place, others one part, in place or from a panel. The panel may

@@ -21,6 +21,16 @@ struct Matrices {
   int64_t row_stride;        // bytes between stored rows
   Format format;
   bool transposed;
+  const int64_t* scale_addresses;  // [E], null for formats without
+  Scales scales;                   // of every expert, but for the address and the factor
+  const float* factors;            // [E] or null
+
+  Stored of(int64_t expert) const {
+    Stored stored{reinterpret_cast<const char*>(addresses[expert]), row_stride, format, scales};
+    if (scale_addresses) stored.scales.data = reinterpret_cast<const char*>(scale_addresses[expert]);
+    if (factors) stored.scales.factor = factors[expert];
+    return stored;
+  }
 };
 
 constexpr int kMaxAdapters = 64;

@@ -22,15 +22,13 @@ from torch.autograd import forward_ad
 
 from ktft import _C
 from ktft.buffers import Buffers
-from ktft.weights import CODED, LORA_NAMES, PLAIN, ExpertWeights, lookup, lora_shapes
+from ktft.weights import CODED, LORA_NAMES, PLAIN, SCALE_FORMATS, ExpertWeights, Scales, lookup, lora_shapes
 
 MAX_RANK = 256
 MAX_ADAPTERS: int = _C.MAX_ADAPTERS
 _COMPUTE = {torch.bfloat16: 0, torch.float32: 1}
-_FORMAT_CODES = {
-    name: code for code, name in enumerate(("bf16", "fp32", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4"))
-}
-"""As in csrc/kernels/table.h."""
+_FORMATS = ("bf16", "fp32", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4")
+"""In the order of csrc/kernels/table.h."""
 _LORA_FORMATS = {torch.bfloat16: 0, torch.float32: 1}
 _buffers = Buffers()
 
@@ -266,7 +264,7 @@ def _layer_call(call: _Call, experts: ExpertWeights) -> tuple[_C.LayerCall, list
         top_k_index=index.data_ptr(),
         top_k_weights=route_weights.data_ptr(),
         matrices=[
-            (m.addresses.ctypes.data, m.row_stride, _FORMATS.index(m.format), m.transposed)
+            (m.addresses.ctypes.data, m.row_stride, _FORMATS.index(m.format), m.transposed, *_scales(m.scales))
             for m in (experts.gate, experts.up, experts.down)
         ],
         adapters=adapters,
@@ -279,6 +277,23 @@ def _layer_call(call: _Call, experts: ExpertWeights) -> tuple[_C.LayerCall, list
         residency_known=experts.residency_known,
     )
     return layer_call, held
+
+
+def _scales(scales: Scales | None) -> tuple[int, int, int, int, int, int, int, bool]:
+    if scales is None:
+        return 0, 0, 0, 1, 1, 0, 0, False
+    factors = 0 if scales.factors is None else scales.factors.ctypes.data
+    format_code = SCALE_FORMATS.index(scales.format)
+    return (
+        scales.addresses.ctypes.data,
+        scales.row_stride,
+        format_code,
+        scales.rows,
+        scales.columns,
+        scales.first_row,
+        factors,
+        scales.divides,
+    )
 
 
 def _forward_cpu(call: _Call, save: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -161,7 +161,7 @@ constexpr int64_t kRowBytes = 2 * kLength + 6;
 int products() {
   const bool native = detect_cpu(true).amx_permission;
   if (!native) {
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_sigaction = execute;
     action.sa_flags = SA_SIGINFO | SA_NODEFER;
     sigaction(SIGILL, &action, nullptr);
@@ -173,17 +173,19 @@ int products() {
       memcpy(&matrix[i], &half, 2);
     }
   };
-  std::vector<char> a(size_t(kChunk * kRowBytes)), rows(size_t(kBlock * kRowBytes)), columns(size_t(kLength * 2 * kWideColumns));
+  std::vector<char> a(size_t(kChunk * kRowBytes)), rows(size_t(kBlock * kRowBytes)),
+      columns(size_t(kLength * 2 * kWideColumns));
   for (std::vector<char>* matrix : {&a, &rows, &columns}) fill(*matrix);
   for (int i = 0; i < kChunk; ++i) memset(&a[size_t(i * kRowBytes + 2 * kLength)], 0, 2);  // an odd last element has no partner
   for (int i = 0; i < kBlock; ++i) memset(&rows[size_t(i * kRowBytes + 2 * kLength)], 0, 2);
 
-  const Kernels *const kernels[2] = {&kAmxKernels, &kAmxSoftKernels};
+  const Kernels* const kernels[2] = {&kAmxKernels, &kAmxSoftKernels};
   for (const int64_t length : {kLength, int64_t(2 * kPartWords), int64_t(64), int64_t(32), int64_t(10), int64_t(1)}) {
     const int64_t words = (length + 1) / 2;
     std::vector<char> own_a = a, own_rows = rows;
     for (std::vector<char>* matrix : {&own_a, &own_rows})  // the end of a shorter odd length
-      for (size_t i = 0; i + size_t(kRowBytes) <= matrix->size(); i += size_t(kRowBytes)) memset(&(*matrix)[i + size_t(2 * length)], 0, 2);
+      for (size_t i = 0; i + size_t(kRowBytes) <= matrix->size(); i += size_t(kRowBytes))
+        memset(&(*matrix)[i + size_t(2 * length)], 0, 2);
     for (const int count : {1, 3, 16, 17, 33, 50, 192}) {
       for (const int cols : {1, 8, 16, 40, 64}) {
         std::vector<float> c[2];
@@ -192,7 +194,8 @@ int products() {
           const int64_t part = words < kPartWords ? words : kPartWords;
           std::vector<char> arranged(size_t(count * words * 4)), panel(size_t(part * kBlock * 4));
           k.arrange_rows(own_a.data(), kRowBytes, count, 0, words, words, arranged.data());
-          const PanelSource source{columns.data(), 2 * kWideColumns, kBf16, false, length < 2 * part ? length : 2 * part, cols};
+          const PanelSource source{
+              {columns.data(), 2 * kWideColumns, kBf16}, false, length < 2 * part ? length : 2 * part, cols};
           k.decode_panel(source, panel.data());
           std::vector<char> beside(panel.size());
           Ahead ahead;  // the same panel, decoded beside products
@@ -220,8 +223,10 @@ int products() {
           k.multiply_panel(x, count, cols, out.data() + 3 * tile, ahead);
           check_panel();
           x = {own_a.data(), kRowBytes, columns.data(), 2 * kWideColumns, length, kBf16, {}};
-          if (count <= kFewRows) k.multiply_columns(x, count, cols == kBlock ? kWideColumns - 7 : cols, out.data() + 4 * tile, {});
-          if (memcmp(out.data(), out.data() + tile, 4 * tile) != 0) fail("the layer's arranged rows and the kernel's own differ");
+          if (count <= kFewRows)
+            k.multiply_columns(x, count, cols == kBlock ? kWideColumns - 7 : cols, out.data() + 4 * tile, {});
+          if (memcmp(out.data(), out.data() + tile, 4 * tile) != 0)
+            fail("the layer's arranged rows and the kernel's own differ");
         }
         if (memcmp(c[0].data(), c[1].data(), 4 * c[0].size()) != 0) {
           fprintf(stderr, "length %d, %d rows, %d columns: amx and amx_soft differ\n", int(length), count, cols);

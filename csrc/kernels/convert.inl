@@ -42,15 +42,19 @@ inline void pad_word(char* row_words, int64_t cols) {
   if (Mode::Dot::kGroup == 2 && (cols & 1)) __builtin_memset(row_words + 2 * cols, 0, 2);
 }
 
+#include "decode.inl"
+
 template <class Mode>
-void decode_rows(Format format, const char* source, ptrdiff_t stride, int64_t rows, int64_t cols, char* words,
-                 ptrdiff_t word_stride) {
-  for (int64_t row = 0; row < rows; ++row, source += stride, words += word_stride) {
-    if (Mode::kWord == kBf16 && format == kBf16) __builtin_memcpy(words, source, size_t(2 * cols));
+void decode_rows(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride) {
+  const Format format = source.format;
+  const char* stored = source.data;
+  for (int64_t row = 0; row < rows; ++row, stored += source.stride, words += word_stride) {
+    if (!is_direct(format)) decode_row<Mode>(source, row, cols, words);
+    else if (Mode::kWord == kBf16 && format == kBf16) __builtin_memcpy(words, stored, size_t(2 * cols));
     else
       for_columns(cols, [&](int64_t col, int lanes) {
         store_cols(Mode::kWord, words + col * size_of(Mode::kWord),
-                   to_compute<Mode>(load_cols(format, source + col * size_of(format), lanes)), lanes);
+                   to_compute<Mode>(load_cols(format, stored + col * size_of(format), lanes)), lanes);
       });
     pad_word<Mode>(words, cols);
   }
@@ -97,9 +101,21 @@ template <class Mode>
 inline void decode_word(const PanelSource& source, int64_t word, char* panel) {
   constexpr int kGroup = Mode::Dot::kGroup;
   const int cols = source.columns;
-  const char* const row = source.data + word * kGroup * source.stride;
   char* const out = panel + word * 4 * kBlock;
   const bool partner = (word + 1) * kGroup <= source.length;
+  if (!is_direct(source.format)) {
+    constexpr int kBytes = kBlock * size_of(Mode::kWord);
+    alignas(64) char rows[kGroup * kBytes];
+    if (cols < kBlock || !partner) __builtin_memset(rows, 0, sizeof(rows));
+    decode_rows<Mode>(source.from(word * kGroup, 0), partner ? kGroup : 1, cols, rows, kBytes);
+    if constexpr (kGroup == 2) {
+      for (int half = 0; half < 2; ++half) Mode::Dot::interleave(out + 128 * half, rows + 64 * half, rows + kBytes + 64 * half);
+    } else {
+      __builtin_memcpy(out, rows, kBytes);
+    }
+    return;
+  }
+  const char* const row = source.data + word * kGroup * source.stride;
   if constexpr (kGroup == 2) {
     if (source.format == kBf16 && cols == kBlock && partner) {
       for (int half = 0; half < 2; ++half)
@@ -128,12 +144,13 @@ inline void decode_phased(const PanelSource& source, char* panel) {
     for (int64_t begin = 0; begin < words; begin += kRunWords) {
       const int64_t count = words - begin < kRunWords ? words - begin : kRunWords;
       const int64_t left = source.length - begin * kGroup, elements = left < count * kGroup ? left : count * kGroup;
-      const char* rows = source.data + col * source.stride + begin * kGroup * size_of(source.format);
+      const Stored stored = source.from(col, begin * kGroup);
+      const char* rows = stored.data;
       ptrdiff_t stride = source.stride;
       const bool is_whole = columns == Vec::kLanes && count % Vec::kLanes == 0 && elements == count * kGroup;
       if (!is_whole || !words_as_stored<Mode>(source.format)) {
         __builtin_memset(buffer, 0, sizeof(buffer));
-        if (columns > 0) decode_rows<Mode>(source.format, rows, stride, columns, elements, buffer, kRunWords * 4);
+        if (columns > 0) decode_rows<Mode>(stored, columns, elements, buffer, kRunWords * 4);
         rows = buffer;
         stride = kRunWords * 4;
       }
@@ -163,8 +180,8 @@ void decode_panel(const PanelSource& source, char* panel) {
   const int64_t words = (source.length + Mode::Dot::kGroup - 1) / Mode::Dot::kGroup;
   for (int64_t word = 0; word < words; ++word) {
     for (int i = 0; i < Mode::Dot::kGroup; ++i) {
-      const char* const ahead = source.data + (word * Mode::Dot::kGroup + kRowsAhead + i) * source.stride;
-      for (int byte = 0; byte < source.columns * size_of(source.format); byte += 64) __builtin_prefetch(ahead + byte, 0, 3);
+      const char* const ahead = source.codes() + (word * Mode::Dot::kGroup + kRowsAhead + i) * source.stride;
+      for (int byte = 0; byte < source.columns * bits_of(source.format) / 8; byte += 64) __builtin_prefetch(ahead + byte, 0, 3);
     }
     decode_word<Mode>(source, word, panel);
   }

@@ -27,7 +27,49 @@ constexpr int kBlock = 64;       // columns of a panel and of a C tile
 constexpr int kPartWords = 512;  // of a reduction: a panel of 128 KiB
 constexpr int kChunk = 192;      // rows of a C tile: 48 KiB, which leaves L2 to the operands
 
-enum Format : int { kBf16 = 0, kFp32 = 1 };
+// Of stored elements. The first two are also those of words; for the others a decoder makes words, see decode.inl.
+enum Format : int { kBf16, kFp32, kFp16, kFp8, kInt8, kInt4, kMxfp4, kNvfp4 };
+constexpr int kFormats = 8;
+constexpr int bits_of(Format format) {
+  constexpr int bits[kFormats] = {16, 32, 16, 8, 8, 4, 4, 4};
+  return bits[format];
+}
+constexpr bool is_direct(Format format) { return format <= kFp32; }
+
+enum ScaleFormat : int { kScaleFp32, kScaleBf16, kScaleFp16, kScaleE8m0, kScaleE4m3 };
+
+// Scales of a stored matrix: element (i, j) has the one at row (i + first_row) / rows and column j / columns, times `factor`,
+// or divided by it.
+struct Scales {
+  const char* data = nullptr;
+  ptrdiff_t stride = 0;  // bytes between rows of scales
+  ScaleFormat format = kScaleFp32;
+  int64_t rows = 1, columns = 1, first_row = 0;
+  float factor = 1.0f;
+  bool divides = false;
+};
+
+// Elements of a stored matrix, from row `row` and column `col` on; direct ones begin at `data` itself.
+struct Stored {
+  const char* data = nullptr;  // null: nothing
+  ptrdiff_t stride = 0;        // bytes between stored rows
+  Format format = kBf16;
+  Scales scales = {};
+  int64_t row = 0, col = 0;
+
+  // The same from `rows` and `cols` further on.
+  Stored from(int64_t rows, int64_t cols) const {
+    Stored further = *this;
+    if (is_direct(format)) {
+      further.data += rows * stride + cols * (bits_of(format) / 8);
+    } else {
+      further.row += rows;
+      further.col += cols;
+    }
+    return further;
+  }
+  const char* codes() const { return data + row * stride + col * bits_of(format) / 8; }
+};
 
 // The words of rows the other way round: rows in groups of 16, the last group of what is left; a group of n rows as [words][n].
 // Group g begins after the words of 16 * g rows.
@@ -43,22 +85,19 @@ struct Operands {
   const char* b;
   ptrdiff_t b_stride;  // bytes between rows; unused by panels
   int64_t length;      // elements of the reduction; panels: at most one part
-  Format format;       // of the elements; columns only
+  Format format;       // of the elements, a direct one; columns only
   Arranged arranged;   // the activations, if the caller keeps them so; rows only
 };
 
 // Stored elements that a product of panels wants: one part of up to kBlock columns.
-struct PanelSource {
-  const char* data = nullptr;  // null: nothing
-  ptrdiff_t stride = 0;        // bytes between stored rows
-  Format format = kBf16;
+struct PanelSource : Stored {
   bool is_rows = false;  // columns are stored rows, for a phased panel; else elements of every stored row
   int64_t length = 0;    // elements of the reduction
   int columns = 0;
 
   bool operator==(const PanelSource& other) const {
-    return data == other.data && stride == other.stride && format == other.format && is_rows == other.is_rows &&
-           length == other.length && columns == other.columns;
+    return data == other.data && row == other.row && col == other.col && stride == other.stride && format == other.format &&
+           is_rows == other.is_rows && length == other.length && columns == other.columns;
   }
 };
 
@@ -99,8 +138,7 @@ struct Kernels {
   Product *multiply_rows, *multiply_phased, *multiply_columns, *multiply_panel;
 
   // Rows of stored elements -> rows of words, zero-padded to a whole word.
-  void (*decode_rows)(Format format, const char* source, ptrdiff_t stride, int64_t rows, int64_t cols, char* words,
-                      ptrdiff_t word_stride);
+  void (*decode_rows)(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride);
   // A panel [ceil(length / group)][kBlock] of words, zero-padded.
   void (*decode_panel)(const PanelSource& source, char* panel);
   // Whether that can be done beside another product, in the slots that it leaves free.

@@ -245,7 +245,7 @@ void multiply_columns_as_tiles(const Operands& x, int rows, int cols, float* c, 
       const bool last = col + kBlock >= cols && begin + length == x.length;
       TileAside<Mode> aside(last ? ahead : Ahead{}, aside_groups(rows, some, words));
       const char* const stored = x.b + begin * x.b_stride + col * size_of(x.format);
-      decode_panel<Mode>({stored, x.b_stride, x.format, false, length, some}, panel);
+      decode_panel<Mode>({{stored, x.b_stride, x.format}, false, length, some}, panel);
       panel_as_tiles(x.a + begin / kGroup * 4, x.a_stride, words, panel, rows, some, c, shape, aside);
     }
   }

@@ -50,6 +50,42 @@ struct Vec {
     memcpy(p, halves, size_t(n) * 2);
   }
 
+  // Codes of coded formats, zero-extended; lanes past n hold anything that may be decoded.
+  static W bytes(const char* p, int n) {
+    uint64_t eight = 0;
+    memcpy(&eight, p, size_t(n));
+    return _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(eight)));
+  }
+  // Two in a byte, the low one first. Bits above the lowest four are anything.
+  static W nibbles(const char* p, int n) {
+    uint32_t four = 0;
+    memcpy(&four, p, size_t(n + 1) / 2);
+    const W pairs = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(int32_t(four)));
+    return _mm256_or_si256(pairs, _mm256_slli_epi64(pairs, 28));
+  }
+  static F lookup16(const float* table, W index) {
+    const F low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), index);
+    const F high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+  }
+  static F to_float(W x) { return _mm256_cvtepi32_ps(x); }
+  static F load_fp16_n(const char* p, int n) {
+    alignas(16) uint16_t halves[8] = {0};
+    memcpy(halves, p, size_t(n) * 2);
+    return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(halves)));
+  }
+  static F e4m3(W code) {
+    const W magnitude = _mm256_and_si256(code, _mm256_set1_epi32(0x7f));
+    const W normal = _mm256_add_epi32(_mm256_slli_epi32(magnitude, 20), _mm256_set1_epi32(120 << 23));
+    const F small = _mm256_mul_ps(_mm256_cvtepi32_ps(magnitude), set1(0x1p-9f));
+    const W is_small = _mm256_cmpgt_epi32(_mm256_set1_epi32(8), magnitude);
+    const W is_nan = _mm256_cmpeq_epi32(magnitude, _mm256_set1_epi32(0x7f));
+    W bits = _mm256_blendv_epi8(normal, words(small), is_small);
+    bits = _mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc00000), is_nan);
+    const W sign = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(0x80)), 24);
+    return floats(_mm256_or_si256(bits, sign));
+  }
+
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F add(F a, F b) { return _mm256_add_ps(a, b); }
   static F sub(F a, F b) { return _mm256_sub_ps(a, b); }

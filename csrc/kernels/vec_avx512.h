@@ -33,6 +33,27 @@ struct Vec {
   static void store_bf16(void* p, F x) { _mm256_storeu_si256(static_cast<__m256i*>(p), to_bf16(x)); }
   static void store_bf16_n(void* p, F x, int n) { _mm256_mask_storeu_epi16(p, mask(n), to_bf16(x)); }
 
+  // Codes of coded formats, zero-extended; lanes past n hold anything that may be decoded.
+  static W bytes(const char* p, int n) { return _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(mask(n), p)); }
+  // Two in a byte, the low one first. Bits above the lowest four are anything.
+  static W nibbles(const char* p, int n) {
+    const W pairs = _mm512_cvtepu8_epi64(_mm_maskz_loadu_epi8(mask((n + 1) / 2), p));
+    return _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
+  }
+  static F lookup16(const float* table, W index) { return _mm512_permutexvar_ps(index, _mm512_load_ps(table)); }
+  static F to_float(W x) { return _mm512_cvtepi32_ps(x); }
+  static F load_fp16_n(const char* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask(n), p)); }
+  static F e4m3(W code) {
+    const W magnitude = _mm512_and_si512(code, _mm512_set1_epi32(0x7f));
+    const W normal = _mm512_add_epi32(_mm512_slli_epi32(magnitude, 20), _mm512_set1_epi32(120 << 23));
+    const F small = _mm512_mul_ps(_mm512_cvtepi32_ps(magnitude), set1(0x1p-9f));
+    W bits = words(_mm512_mask_mov_ps(floats(normal), _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(8)), small));
+    bits =
+        _mm512_mask_mov_epi32(bits, _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(0x7f)), _mm512_set1_epi32(0x7fc00000));
+    const W sign = _mm512_slli_epi32(_mm512_and_si512(code, _mm512_set1_epi32(0x80)), 24);
+    return floats(_mm512_or_si512(bits, sign));
+  }
+
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }

@@ -78,6 +78,43 @@ struct Vec {
     return each([&](int i) { return widen(to_bf16(x.lane[i])); });
   }
 
+  // Codes of coded formats, zero-extended.
+  static W bytes(const char* p, int n) {
+    W x = {{0, 0, 0, 0}};
+    for (int i = 0; i < n; ++i) x.lane[i] = uint8_t(p[i]);
+    return x;
+  }
+  // Two in a byte, the low one first.
+  static W nibbles(const char* p, int n) {
+    W x = {{0, 0, 0, 0}};
+    for (int i = 0; i < n; ++i) x.lane[i] = uint8_t(p[i / 2]) >> 4 * (i % 2) & 15;
+    return x;
+  }
+  static F lookup16(const float* table, W index) {
+    return each([&](int i) { return table[index.lane[i] & 15]; });
+  }
+  static F to_float(W x) {
+    return each([&](int i) { return float(int32_t(x.lane[i])); });
+  }
+  static F load_fp16_n(const char* p, int n) {
+    uint16_t halves[4] = {0, 0, 0, 0};
+    memcpy(halves, p, size_t(n) * 2);
+    return each([&](int i) {
+      const int exponent = halves[i] >> 10 & 31, mantissa = halves[i] & 1023;
+      const float sign = halves[i] & 0x8000 ? -1.0f : 1.0f;
+      if (exponent == 31) return mantissa ? NAN : sign * INFINITY;
+      return sign * ldexpf(float(exponent ? mantissa + 1024 : mantissa), (exponent ? exponent : 1) - 25);
+    });
+  }
+  static F e4m3(W code) {
+    return each([&](int i) {
+      const int exponent = int(code.lane[i]) >> 3 & 15, mantissa = int(code.lane[i]) & 7;
+      const float sign = code.lane[i] & 0x80 ? -1.0f : 1.0f;
+      if (exponent == 15 && mantissa == 7) return NAN;
+      return sign * ldexpf(float(exponent ? mantissa + 8 : mantissa), (exponent ? exponent : 1) - 10);
+    });
+  }
+
   static F fma(F a, F b, F c) {
     return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
   }

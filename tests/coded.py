@@ -1,0 +1,104 @@
+"""Experts with random codes and scales in every coded format, described in memory as files have them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ktft import formats
+from ktft.formats import Encoding
+from ktft.weights import ExpertMatrices, ExpertWeights, Scales
+
+SCALE_NAMES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.uint8: "e8m0",
+    torch.float8_e4m3fn: "e4m3",
+}
+
+# name -> (encoding, dtype of the scales)
+ENCODINGS: dict[str, tuple[Encoding, torch.dtype]] = {
+    "fp16": (formats.plain("F16"), torch.float32),
+    "fp8-block": (formats.fp8_block(), torch.float32),
+    "fp8-block-bf16": (formats.fp8_block((32, 48)), torch.bfloat16),
+    "fp8-channel": (formats.fp8_channel(), torch.float16),
+    "fp8-tensor": (formats.fp8_tensor(), torch.float32),
+    "mxfp8": (formats.mxfp8(), torch.uint8),
+    "int8-channel": (formats.int_packed(8, 0), torch.bfloat16),
+    "int8-32": (formats.int_packed(8, 32), torch.float32),
+    "int4-32": (formats.int_packed(4, 32), torch.bfloat16),
+    "int4-128": (formats.int_packed(4, 128), torch.float16),
+    "mxfp4": (formats.mxfp4(), torch.uint8),
+    "nvfp4-multiplied": (formats.nvfp4_modelopt(), torch.float8_e4m3fn),
+    "nvfp4-divided": (formats.nvfp4_compressed(), torch.float8_e4m3fn),
+}
+
+
+def _tensors(encoding: Encoding, scale: torch.dtype, rows: int, cols: int, generator: torch.Generator):
+    """Random tensors of one matrix, by role."""
+    out = {}
+    for tensor in encoding.tensors:
+        shape = [dimension.size(rows, cols) for dimension in tensor.shapes[0]]
+        bytes_ = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        if tensor.role == "shape":
+            out["shape"] = torch.tensor([rows, cols])
+        elif tensor.role == "codes" and encoding.format == "fp16":
+            out["codes"] = torch.randn(shape, generator=generator).half()
+        elif tensor.role == "codes" and encoding.format == "fp8":
+            out["codes"] = torch.where(bytes_ & 0x7F == 0x7F, 0, bytes_).view(torch.float8_e4m3fn)
+        elif tensor.role == "codes" and tensor.dtypes[0] == "I32":
+            packed = torch.randint(-(2**31), 2**31, shape, generator=generator)
+            out["codes"] = packed.to(torch.int32)
+        elif tensor.role == "codes":
+            out["codes"] = bytes_
+        elif tensor.role in ("global_scale", "global_divisor"):
+            out[tensor.role] = torch.rand(shape, generator=generator) + 0.3
+        elif scale == torch.uint8:
+            out["scales"] = torch.randint(118, 127, shape, generator=generator, dtype=torch.uint8)
+        else:
+            out["scales"] = (0.01 + 0.05 * torch.rand(shape, generator=generator)).to(scale)
+    return out
+
+
+def _matrices(encoding: Encoding, scale: torch.dtype, found: list[dict[str, torch.Tensor]], rows: int, cols: int):
+    codes = [tensors["codes"] for tensors in found]
+    addresses = np.array([t.data_ptr() for t in codes], dtype=np.int64)
+    stride = codes[0].stride(0) * codes[0].element_size()
+    if encoding.format == "fp16":
+        return ExpertMatrices(addresses, stride, "fp16")
+    scales = [tensors["scales"] for tensors in found]
+    factor = next((role for role in ("global_scale", "global_divisor") if role in found[0]), None)
+    factors = None
+    if factor is not None:
+        factors = np.array([float(tensors[factor].reshape(())) for tensors in found], dtype=np.float32)
+    block_rows, block_cols = encoding.block
+    row_bytes = scales[0].numel() // scales[0].shape[0] * scales[0].element_size() if scales[0].dim() else 0
+    return ExpertMatrices(
+        addresses,
+        stride,
+        encoding.format,
+        scales=Scales(
+            np.array([t.data_ptr() for t in scales], dtype=np.int64),
+            row_bytes if block_rows else 0,
+            SCALE_NAMES[scale],
+            block_rows or rows,
+            block_cols or cols,
+            factors=factors,
+            divides=factor == "global_divisor",
+        ),
+    )
+
+
+def coded_experts(name: str, experts: int, hidden: int, intermediate: int, dtype: torch.dtype, seed: int = 0):
+    """The experts, and the same decoded by the reference: (coded, plain), whose bits must agree in every product."""
+    encoding, scale = ENCODINGS[name]
+    generator = torch.Generator().manual_seed(seed)
+    described, decoded, held = [], [], []
+    for rows, cols in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate)):
+        found = [_tensors(encoding, scale, rows, cols, generator) for _ in range(experts)]
+        described.append(_matrices(encoding, scale, found, rows, cols))
+        decoded.append(torch.stack([formats.dequantize(encoding, tensors, dtype) for tensors in found]))
+        held.append(found)
+    coded = ExpertWeights(*described, hidden_size=hidden, intermediate_size=intermediate, owner=held)
+    return coded, ExpertWeights.from_tensors(*decoded)

@@ -1,0 +1,48 @@
+"""Coded weights in the kernels: the bits of the plain kernels on the reference's decoded matrices, in every direction."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ktft import ops
+from ktft.weights import lora_shapes
+from tests.coded import ENCODINGS, coded_experts
+
+
+def step(weights, dtype, tokens, *, seed=1, save=True, adapters=1):
+    """Output and all gradients of one layer."""
+    generator = torch.Generator().manual_seed(seed)
+    e, h, i, k = weights.num_experts, weights.hidden_size, weights.intermediate_size, 2
+    x = (torch.randn(tokens, h, generator=generator) / 4).to(dtype).requires_grad_()
+    index = torch.stack([torch.randperm(e, generator=generator)[:k] for _ in range(tokens)])
+    route_weights = torch.rand(tokens, k, generator=generator).requires_grad_()
+    lora = [
+        (torch.randn(shape, generator=generator) / shape[2] ** 0.5).requires_grad_()
+        for _ in range(adapters)
+        for shape in lora_shapes(e, h, i, 3)
+    ]
+    out = ops.moe_experts(x, index, route_weights, weights, lora=lora, scaling=[2.0] * adapters, save=save)
+    grad = torch.randn(out.shape, generator=generator).to(dtype)
+    return (out.detach(), *torch.autograd.grad(out, [x, route_weights, *lora], grad))
+
+
+LEVELS = [name for name, missing in ops.isa_levels().items() if not missing] + list(ops.TEST_LEVELS)
+
+# Few rows an expert, as many as panels take, and an expert split in two; sizes with whole blocks, and with edges of blocks,
+# panels, parts and vectors.
+SIZES = {"whole": (256, 128), "edges": (352, 96), "parts": (1184, 160)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("isa", LEVELS)
+@pytest.mark.parametrize("name", ENCODINGS)
+def test_the_bits_of_decoded_matrices(name, isa, dtype):
+    sizes = SIZES if name != "int4-128" else {"whole": (256, 128)}
+    for hidden, intermediate in sizes.values():
+        coded, plain = coded_experts(name, 3, hidden, intermediate, dtype)
+        with ops.override(isa=isa, threads=2):
+            for tokens in (3, 60):
+                for ours, truth in zip(step(coded, dtype, tokens), step(plain, dtype, tokens), strict=True):
+                    assert truth.abs().max() > 0
+                    assert torch.equal(ours, truth), (hidden, intermediate, tokens)
