@@ -85,6 +85,8 @@ struct Vec {
     const W sign = _mm256_slli_epi32(_mm256_and_si256(code, _mm256_set1_epi32(0x80)), 24);
     return floats(_mm256_or_si256(bits, sign));
   }
+  static constexpr bool kHasRuns = false;
+  static float first(F x) { return _mm256_cvtss_f32(x); }
 
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F add(F a, F b) { return _mm256_add_ps(a, b); }

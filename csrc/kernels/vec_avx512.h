@@ -54,6 +54,33 @@ struct Vec {
     return floats(_mm512_or_si512(bits, sign));
   }
 
+  // 32 columns to bf16 at a time, see decode.inl.
+  static constexpr bool kHasRuns = true;
+  static void store_run(char* out, F low, F high) { _mm512_storeu_si512(out, (W)_mm512_cvtne2ps_pbh(high, low)); }
+  // A table of the products for each half: 16 codes are fewer than 32 columns.
+  static void lookup_run(char* out, const char* codes, const float* table, float low, float high) {
+    const F values = _mm512_load_ps(table);
+    const W products = (W)_mm512_cvtne2ps_pbh(mul(values, set1(high)), mul(values, set1(low)));
+    const W bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const W pairs = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+    const W half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const W index = _mm512_ternarylogic_epi32(pairs, _mm512_set1_epi16(15), half, 0xea);  // pairs & 15 | half
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, products));
+  }
+  static void e4m3_run(char* out, const char* codes, float low, float high) {
+    const W code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
+    const W magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
+    W bits = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+    // 0 .. 7 times 2^-9
+    const W small = _mm512_set4_epi64(0x3c603c403c203c00, 0x3bc03b803b000000, 0x3c603c403c203c00, 0x3bc03b803b000000);
+    bits = _mm512_mask_permutexvar_epi16(bits, _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(8)), magnitude, small);
+    bits = _mm512_mask_mov_epi16(bits, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)), _mm512_set1_epi16(0x7fc0));
+    bits = _mm512_or_si512(bits, _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8));
+    store_run(out, mul(widen(_mm512_castsi512_si256(bits)), set1(low)),
+              mul(widen(_mm512_extracti64x4_epi64(bits, 1)), set1(high)));
+  }
+  static float first(F x) { return _mm512_cvtss_f32(x); }
+
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }
   static F sub(F a, F b) { return _mm512_sub_ps(a, b); }

@@ -114,6 +114,8 @@ struct Vec {
       return sign * ldexpf(float(exponent ? mantissa + 8 : mantissa), (exponent ? exponent : 1) - 10);
     });
   }
+  static constexpr bool kHasRuns = false;
+  static float first(F x) { return x.lane[0]; }
 
   static F fma(F a, F b, F c) {
     return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
