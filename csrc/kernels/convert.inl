@@ -47,10 +47,10 @@ inline void pad_word(char* row_words, int64_t cols) {
 template <class Mode>
 void decode_rows(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride) {
   const Format format = source.format;
+  if (!is_direct(format)) return decode_codes<Mode>(source, rows, cols, words, word_stride);
   const char* stored = source.data;
   for (int64_t row = 0; row < rows; ++row, stored += source.stride, words += word_stride) {
-    if (!is_direct(format)) decode_row<Mode>(source, row, cols, words);
-    else if (Mode::kWord == kBf16 && format == kBf16) __builtin_memcpy(words, stored, size_t(2 * cols));
+    if (Mode::kWord == kBf16 && format == kBf16) __builtin_memcpy(words, stored, size_t(2 * cols));
     else
       for_columns(cols, [&](int64_t col, int lanes) {
         store_cols(Mode::kWord, words + col * size_of(Mode::kWord),
@@ -103,18 +103,6 @@ inline void decode_word(const PanelSource& source, int64_t word, char* panel) {
   const int cols = source.columns;
   char* const out = panel + word * 4 * kBlock;
   const bool partner = (word + 1) * kGroup <= source.length;
-  if (!is_direct(source.format)) {
-    constexpr int kBytes = kBlock * size_of(Mode::kWord);
-    alignas(64) char rows[kGroup * kBytes];
-    if (cols < kBlock || !partner) __builtin_memset(rows, 0, sizeof(rows));
-    decode_rows<Mode>(source.from(word * kGroup, 0), partner ? kGroup : 1, cols, rows, kBytes);
-    if constexpr (kGroup == 2) {
-      for (int half = 0; half < 2; ++half) Mode::Dot::interleave(out + 128 * half, rows + 64 * half, rows + kBytes + 64 * half);
-    } else {
-      __builtin_memcpy(out, rows, kBytes);
-    }
-    return;
-  }
   const char* const row = source.data + word * kGroup * source.stride;
   if constexpr (kGroup == 2) {
     if (source.format == kBf16 && cols == kBlock && partner) {
@@ -174,14 +162,36 @@ inline void decode_phased(const PanelSource& source, char* panel) {
   }
 }
 
+// Some rows are decoded, then made into words.
+template <class Mode>
+inline void decode_coded_panel(const PanelSource& source, char* panel) {
+  constexpr int kGroup = Mode::Dot::kGroup, kRows = 16, kBytes = kBlock * size_of(Mode::kWord);
+  alignas(64) char rows[kRows * kBytes];
+  if (source.columns < kBlock) __builtin_memset(rows, 0, sizeof(rows));
+  for (int64_t begin = 0; begin < source.length; begin += kRows) {
+    const int64_t some = source.length - begin < kRows ? source.length - begin : kRows;
+    decode_codes<Mode>(source.from(begin, 0), some, source.columns, rows, kBytes);
+    if (some % kGroup) __builtin_memset(rows + some * kBytes, 0, kBytes);
+    for (int64_t row = 0; row < some; row += kGroup, panel += 4 * kBlock) {
+      if constexpr (kGroup == 2) {
+        for (int half = 0; half < 2; ++half)
+          Mode::Dot::interleave(panel + 128 * half, rows + row * kBytes + 64 * half, rows + (row + 1) * kBytes + 64 * half);
+      } else {
+        __builtin_memcpy(panel, rows + row * kBytes, kBytes);
+      }
+    }
+  }
+}
+
 template <class Mode>
 void decode_panel(const PanelSource& source, char* panel) {
   if (source.is_rows) return decode_phased<Mode>(source, panel);
+  if (!is_direct(source.format)) return decode_coded_panel<Mode>(source, panel);
   const int64_t words = (source.length + Mode::Dot::kGroup - 1) / Mode::Dot::kGroup;
   for (int64_t word = 0; word < words; ++word) {
     for (int i = 0; i < Mode::Dot::kGroup; ++i) {
-      const char* const ahead = source.codes() + (word * Mode::Dot::kGroup + kRowsAhead + i) * source.stride;
-      for (int byte = 0; byte < source.columns * bits_of(source.format) / 8; byte += 64) __builtin_prefetch(ahead + byte, 0, 3);
+      const char* const ahead = source.data + (word * Mode::Dot::kGroup + kRowsAhead + i) * source.stride;
+      for (int byte = 0; byte < source.columns * size_of(source.format); byte += 64) __builtin_prefetch(ahead + byte, 0, 3);
     }
     decode_word<Mode>(source, word, panel);
   }

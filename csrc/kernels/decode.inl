@@ -1,7 +1,7 @@
 // Stored codes and scales -> elements of words: one decoder per format. Included by convert.inl.
 //
 // A weight is code * scale in fp32, rounded once to the compute dtype; ktft/formats says the same in torch, and tests hold
-// both to the same bits. A format is one struct here, with the value of its codes, and a row of the table in decode_row; how
+// both to the same bits. A format is one struct here, with the value of its codes, and a row of the table in decode_codes; how
 // its scales lie is data (table.h).
 
 // The value of a format's codes, from column `col` of a stored row: load(row, col, lanes).
@@ -15,7 +15,7 @@ struct RunOfHalves {
     Unit::store_run(out, half(col, low), half(col + kRun / 2, high));
   }
 };
-struct Fp16Codes : RunOfHalves<Fp16Codes> {
+struct Fp16Codes {
   static Vec::F load(const char* row, int64_t col, int lanes) { return Vec::load_fp16_n(row + 2 * col, lanes); }
 };
 struct Fp8Codes {
@@ -43,115 +43,105 @@ struct TableCodes {
   }
 };
 
-inline float bits_to_float(uint32_t bits) {
-  float value;
-  __builtin_memcpy(&value, &bits, 4);
-  return value;
+// Columns [begin, end) of a row, which share a scale.
+template <class Mode, class Codes>
+inline void decode_some(const char* codes, int64_t first, int64_t begin, int64_t end, float scale, char* words) {
+  const Vec::F factor = Vec::set1(scale);
+  char* const out = words + begin * size_of(Mode::kWord);
+  for_columns(end - begin, [&](int64_t at, int lanes) {
+    const Vec::F value = Vec::mul(Codes::load(codes, first + begin + at, lanes), factor);
+    store_cols(Mode::kWord, out + at * size_of(Mode::kWord), to_compute<Mode>(value), lanes);
+  });
 }
 
 template <ScaleFormat format>
-inline float scale_at(const char* row, int64_t column) {
-  if constexpr (format == kScaleFp32) {
-    uint32_t bits;
-    __builtin_memcpy(&bits, row + 4 * column, 4);
-    return bits_to_float(bits);
-  } else if constexpr (format == kScaleBf16) {
-    uint16_t half;
-    __builtin_memcpy(&half, row + 2 * column, 2);
-    return bits_to_float(uint32_t(half) << 16);
-  } else if constexpr (format == kScaleE8m0) {  // 2^(e - 127); 0 is subnormal in fp32, 255 is NaN
-    const uint32_t e = uint8_t(row[column]);
-    return bits_to_float(e == 255 ? 0x7fc00000u : e == 0 ? 0x00400000u : e << 23);
-  } else if constexpr (format == kScaleFp16) {
-    return Vec::first(Vec::load_fp16_n(row + 2 * column, 1));
-  } else {
-    return Vec::first(Vec::e4m3(Vec::bytes(row + column, 1)));
-  }
+inline Vec::F load_scales(const char* row, int64_t first, int lanes) {
+  if constexpr (format == kScaleFp32) return Vec::load_n(row + 4 * first, lanes);
+  if constexpr (format == kScaleBf16) return Vec::load_bf16_n(row + 2 * first, lanes);
+  if constexpr (format == kScaleFp16) return Vec::load_fp16_n(row + 2 * first, lanes);
+  if constexpr (format == kScaleE8m0) return Vec::e8m0(Vec::bytes(row + first, lanes));
+  if constexpr (format == kScaleE4m3) return Vec::e4m3(Vec::bytes(row + first, lanes));
 }
 
-// Columns [begin, end) of a row, which share a scale.
-template <class Mode, class Codes>
-inline void decode_run(const char* codes, int64_t first, int64_t begin, int64_t end, float scale, char* words) {
-  const Vec::F factor = Vec::set1(scale);
-  const auto value = [&](int64_t col, int lanes) {
-    return to_compute<Mode>(Vec::mul(Codes::load(codes, first + col, lanes), factor));
-  };
-  char* const out = words + begin * size_of(Mode::kWord);
-  int64_t at = 0;
-  const int64_t cols = end - begin;
-  for (; at + Vec::kLanes <= cols; at += Vec::kLanes)
-    store_elements(Mode::kWord, out + at * size_of(Mode::kWord), value(begin + at, Vec::kLanes));
-  if (at < cols)
-    store_elements_n(Mode::kWord, out + at * size_of(Mode::kWord), value(begin + at, int(cols - at)), int(cols - at));
-}
+constexpr int64_t kCodesAhead = 16;  // stored rows that are read ahead
 
 template <class Mode, class Codes, ScaleFormat format>
-inline void decode_scaled(const Stored& source, int64_t row, int64_t cols, char* words) {
+inline void decode_scaled(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride) {
+  constexpr int kSome = 64;  // scales at a time
   const Scales& scales = source.scales;
-  const char* const codes = source.data + (source.row + row) * source.stride;
-  const char* const scale_row = scales.data + (source.row + row + scales.first_row) / scales.rows * scales.stride;
-  const auto scale = [&](int64_t group) {
-    const float value = scale_at<format>(scale_row, group);
-    return scales.divides ? value / scales.factor : value * scales.factor;
-  };
-  int64_t group = source.col / scales.columns, begin = 0, end = (group + 1) * scales.columns - source.col;
-  if constexpr (Mode::kWord == kBf16 && Vec::kHasRuns) {
-    const int64_t whole = source.col % kRun == 0 ? cols / kRun * kRun : 0;
-    const auto run = [&](float low, float high) {
-      Codes::run(words + 2 * begin, codes, source.col + begin, low, high);
-      begin += kRun;
-    };
-    if (scales.columns % kRun == 0) {
-      for (; begin < whole; ++group, end += scales.columns) {
-        const float factor = scale(group);
-        for (const int64_t stop = end < whole ? end : whole; begin < stop;) run(factor, factor);
+  const int64_t first_group = source.col / scales.columns, first_end = (first_group + 1) * scales.columns - source.col;
+  const char* codes = source.data + source.row * source.stride;
+  for (int64_t row = 0; row < rows; ++row, codes += source.stride, words += word_stride) {
+    const char* const scale_row = scales.data + (source.row + row + scales.first_row) / scales.rows * scales.stride;
+    for (int64_t byte = 0; byte < (cols * bits_of(source.format) + 7) / 8; byte += 64)
+      __builtin_prefetch(codes + kCodesAhead * source.stride + source.col * bits_of(source.format) / 8 + byte);
+    alignas(64) float scale[kSome];
+    int64_t begin = 0, end = first_end;
+    for (int64_t group = first_group; begin < cols; group += kSome) {
+      const int64_t left = 1 + (cols - 1 < end ? 0 : (cols - end + scales.columns - 1) / scales.columns);
+      const int some = left < kSome ? int(left) : kSome;
+      for_columns(some, [&](int64_t at, int lanes) {
+        const Vec::F value = load_scales<format>(scale_row, group + at, lanes), factor = Vec::set1(scales.factor);
+        Vec::store(scale + at, scales.divides ? Vec::div(value, factor) : Vec::mul(value, factor));
+      });
+      int at = 0;
+      if constexpr (Mode::kWord == kBf16 && Vec::kHasRuns) {
+        if (source.col % kRun == 0 && 2 * scales.columns == kRun) {
+          for (; at + 2 <= some && begin + kRun <= cols; at += 2, begin += kRun, end += kRun)
+            Codes::run(words + 2 * begin, codes, source.col + begin, scale[at], scale[at + 1]);
+        }
       }
-    } else if (2 * scales.columns == kRun) {
-      for (; begin < whole; group += 2) run(scale(group), scale(group + 1));
+      for (; at < some; ++at, begin = end, end += scales.columns) {
+        const int64_t stop = end < cols ? end : cols;
+        if constexpr (Mode::kWord == kBf16 && Vec::kHasRuns) {
+          if ((source.col + begin) % kRun == 0)
+            for (; begin + kRun <= stop; begin += kRun)
+              Codes::run(words + 2 * begin, codes, source.col + begin, scale[at], scale[at]);
+        }
+        if (begin < stop) decode_some<Mode, Codes>(codes, source.col, begin, stop, scale[at], words);
+      }
     }
-    group = (source.col + begin) / scales.columns;
-    end = (group + 1) * scales.columns - source.col;
+    pad_word<Mode>(words, cols);
   }
-  for (; begin < cols; begin = end, end += scales.columns, ++group)
-    decode_run<Mode, Codes>(codes, source.col, begin, end < cols ? end : cols, scale(group), words);
 }
 
 template <class Mode, class Codes>
-inline void decode_row_of(const Stored& source, int64_t row, int64_t cols, char* words) {
-  if (!source.scales.data) {
-    const char* const codes = source.data + (source.row + row) * source.stride;
-    return decode_run<Mode, Codes>(codes, source.col, 0, cols, 1.0f, words);
-  }
+inline void decode_rows_of(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride) {
   switch (source.scales.format) {
     case kScaleFp32:
-      return decode_scaled<Mode, Codes, kScaleFp32>(source, row, cols, words);
+      return decode_scaled<Mode, Codes, kScaleFp32>(source, rows, cols, words, word_stride);
     case kScaleBf16:
-      return decode_scaled<Mode, Codes, kScaleBf16>(source, row, cols, words);
+      return decode_scaled<Mode, Codes, kScaleBf16>(source, rows, cols, words, word_stride);
     case kScaleFp16:
-      return decode_scaled<Mode, Codes, kScaleFp16>(source, row, cols, words);
+      return decode_scaled<Mode, Codes, kScaleFp16>(source, rows, cols, words, word_stride);
     case kScaleE8m0:
-      return decode_scaled<Mode, Codes, kScaleE8m0>(source, row, cols, words);
+      return decode_scaled<Mode, Codes, kScaleE8m0>(source, rows, cols, words, word_stride);
     case kScaleE4m3:
-      return decode_scaled<Mode, Codes, kScaleE4m3>(source, row, cols, words);
+      return decode_scaled<Mode, Codes, kScaleE4m3>(source, rows, cols, words, word_stride);
   }
 }
 
+// Rows of codes -> rows of words, padded with zeros to a whole word.
 template <class Mode>
-inline void decode_row(const Stored& source, int64_t row, int64_t cols, char* words) {
+inline void decode_codes(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride) {
   switch (source.format) {
     case kBf16:
     case kFp32:
       break;  // direct
     case kFp16:
-      return decode_row_of<Mode, Fp16Codes>(source, row, cols, words);
+      for (int64_t row = 0; row < rows; ++row, words += word_stride) {
+        decode_some<Mode, Fp16Codes>(source.data + (source.row + row) * source.stride, source.col, 0, cols, 1.0f, words);
+        pad_word<Mode>(words, cols);
+      }
+      break;
     case kFp8:
-      return decode_row_of<Mode, Fp8Codes>(source, row, cols, words);
+      return decode_rows_of<Mode, Fp8Codes>(source, rows, cols, words, word_stride);
     case kInt8:
-      return decode_row_of<Mode, Int8Codes>(source, row, cols, words);
+      return decode_rows_of<Mode, Int8Codes>(source, rows, cols, words, word_stride);
     case kInt4:
-      return decode_row_of<Mode, TableCodes<kInt4Values>>(source, row, cols, words);
+      return decode_rows_of<Mode, TableCodes<kInt4Values>>(source, rows, cols, words, word_stride);
     case kMxfp4:
     case kNvfp4:
-      return decode_row_of<Mode, TableCodes<kE2m1Values>>(source, row, cols, words);
+      return decode_rows_of<Mode, TableCodes<kE2m1Values>>(source, rows, cols, words, word_stride);
   }
 }

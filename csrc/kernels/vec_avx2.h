@@ -74,6 +74,11 @@ struct Vec {
     memcpy(halves, p, size_t(n) * 2);
     return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(halves)));
   }
+  static F e8m0(W code) {  // 2^(code - 127): 0 is subnormal, 255 NaN
+    W bits = _mm256_slli_epi32(code, 23);
+    bits = _mm256_blendv_epi8(bits, _mm256_set1_epi32(0x00400000), _mm256_cmpeq_epi32(code, _mm256_setzero_si256()));
+    return floats(_mm256_blendv_epi8(bits, _mm256_set1_epi32(0x7fc00000), _mm256_cmpeq_epi32(code, _mm256_set1_epi32(255))));
+  }
   static F e4m3(W code) {
     const W magnitude = _mm256_and_si256(code, _mm256_set1_epi32(0x7f));
     const W normal = _mm256_add_epi32(_mm256_slli_epi32(magnitude, 20), _mm256_set1_epi32(120 << 23));
@@ -86,7 +91,6 @@ struct Vec {
     return floats(_mm256_or_si256(bits, sign));
   }
   static constexpr bool kHasRuns = false;
-  static float first(F x) { return _mm256_cvtss_f32(x); }
 
   static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
   static F add(F a, F b) { return _mm256_add_ps(a, b); }

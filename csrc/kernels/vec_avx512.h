@@ -43,6 +43,12 @@ struct Vec {
   static F lookup16(const float* table, W index) { return _mm512_permutexvar_ps(index, _mm512_load_ps(table)); }
   static F to_float(W x) { return _mm512_cvtepi32_ps(x); }
   static F load_fp16_n(const char* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask(n), p)); }
+  static F e8m0(W code) {  // 2^(code - 127): 0 is subnormal, 255 NaN
+    W bits = _mm512_slli_epi32(code, 23);
+    bits = _mm512_mask_mov_epi32(bits, _mm512_testn_epi32_mask(code, code), _mm512_set1_epi32(0x00400000));
+    return floats(
+        _mm512_mask_mov_epi32(bits, _mm512_cmpeq_epi32_mask(code, _mm512_set1_epi32(255)), _mm512_set1_epi32(0x7fc00000)));
+  }
   static F e4m3(W code) {
     const W magnitude = _mm512_and_si512(code, _mm512_set1_epi32(0x7f));
     const W normal = _mm512_add_epi32(_mm512_slli_epi32(magnitude, 20), _mm512_set1_epi32(120 << 23));
@@ -79,7 +85,6 @@ struct Vec {
     store_run(out, mul(widen(_mm512_castsi512_si256(bits)), set1(low)),
               mul(widen(_mm512_extracti64x4_epi64(bits, 1)), set1(high)));
   }
-  static float first(F x) { return _mm512_cvtss_f32(x); }
 
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F add(F a, F b) { return _mm512_add_ps(a, b); }

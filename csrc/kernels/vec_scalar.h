@@ -106,6 +106,9 @@ struct Vec {
       return sign * ldexpf(float(exponent ? mantissa + 1024 : mantissa), (exponent ? exponent : 1) - 25);
     });
   }
+  static F e8m0(W code) {  // 2^(code - 127); 255 is NaN
+    return each([&](int i) { return code.lane[i] == 255 ? NAN : ldexpf(1.0f, int(code.lane[i]) - 127); });
+  }
   static F e4m3(W code) {
     return each([&](int i) {
       const int exponent = int(code.lane[i]) >> 3 & 15, mantissa = int(code.lane[i]) & 7;
@@ -115,7 +118,6 @@ struct Vec {
     });
   }
   static constexpr bool kHasRuns = false;
-  static float first(F x) { return x.lane[0]; }
 
   static F fma(F a, F b, F c) {
     return each([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
