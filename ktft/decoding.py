@@ -19,6 +19,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from ktft import formats
+from ktft.buffers import release_freed
 from ktft.checkpoint import Checkpoint
 from ktft.expert_layout import ExpertSource
 from ktft.mapping import CheckpointError
@@ -55,10 +56,14 @@ class CodedSlice:
         """
         with _decoding:
             if len(self._source.shape) == 2:
-                return self._decode(self._source)[index]
-            out = torch.empty(self._source.shape, dtype=self.dtype)
-            for matrix, part in zip(out, self._source.parts(), strict=True):
-                matrix.copy_(self._decode(part))
+                out = self._decode(self._source)
+            else:
+                out = torch.empty(self._source.shape, dtype=self.dtype)
+                for matrix, part in zip(out, self._source.parts(), strict=True):
+                    matrix.copy_(self._decode(part))
+            # What decoding used lies between the results in the C library's heap, which keeps it: measured on 120 MiB
+            # of results, 240 MiB without this and 135 to 145 with it.
+            release_freed()
             return out[index]
 
     def _decode(self, source: ExpertSource) -> torch.Tensor:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from ktft import cli
 from ktft.experts import CpuExperts
 from ktft.model import load_model
 from tests.described import decoded
 from tests.quantised import CASES, Written, write
+from tests.tiny_chat import tiny_tokenizer
 from tests.tiny_models import tiny_input
+from tests.tiny_train import tiny_data
 
 FAMILIES = ("qwen3_moe", "deepseek_v3")
 MATRICES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
@@ -119,3 +124,24 @@ def test_a_bf16_step_falls_where_it_does_with_plain_weights(
     again = load_model(written.plain.parent / "bf16")
     with torch.no_grad():
         assert torch.equal(model(tiny_input()).logits, again(tiny_input()).logits)
+
+
+def test_the_command_line_checks_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """generate, chat and train pass it on; the error is one line that names the tensor."""
+    written = write("qwen3_moe", "fp8-block", tmp_path)
+    key = "model.layers.1.mlp.experts.2.up_proj.weight"
+    written.edit(lambda tensors: tensors[key].view(torch.uint8)[3, 5].fill_(0x7F))
+    tiny_tokenizer().save_pretrained(written.directory)
+    load_model(written.directory)
+    directory = str(written.directory)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model_name_or_path: {directory}\nstage: sft\nfinetuning_type: lora\nlora_target: all\n"
+        f"dataset: {tiny_data(tmp_path)}\noutput_dir: {tmp_path / 'out'}\nmax_steps: 1\ndevice: cpu\n"
+    )
+    for command in (["generate", directory, "--prompt", "x"], ["chat", directory], ["train", str(recipe)]):
+        more = [] if command[0] == "train" else ["--device", "cpu"]
+        assert cli.main([*command, *more, "--check-weights"]) == 1
+        error = capsys.readouterr().err.strip().splitlines()[-1]
+        assert error.startswith("ktft: error: tensor"), error
+        assert f"'{key}': the weight at row 3, column 5 decodes to nan" in error
