@@ -121,6 +121,11 @@ WRITERS: dict[str, tuple[Encoding, Config, tuple[str, ...]]] = {
     "fp8-tensor": (formats.fp8_tensor(), modelopt("FP8"), ("edges",)),
     "mxfp8": (formats.mxfp8(), modelopt("MXFP8"), ("edges",)),
     "int8": (formats.int_packed(8, 0), formats.written_config("int8", PLAIN), ("edges",)),
+    "int8-plain": (
+        formats.int8(),
+        compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
+        (),  # the kernels have no decoder for experts in it
+    ),
     "int4-g32": (formats.int_packed(4, 32), formats.written_config("int4-g32", PLAIN), ("whole", "edges")),
     "int4-g128": (formats.int_packed(4, 128), formats.written_config("int4-g128", PLAIN), ("whole",)),
     "mxfp4": (formats.mxfp4(), formats.written_config("mxfp4", PLAIN), ("whole", "edges")),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ktft import formats
+from ktft import formats, ops
 from ktft.checkpoint import Checkpoint, CheckpointError, ExpertTensor
 from ktft.formats import Encoding, Role
 from ktft.weights import ExpertWeights
@@ -61,10 +61,22 @@ def fused(encoding: Encoding, shapes: dict[str, tuple[int, int]]) -> tuple[Tenso
 
 
 def assert_same(weights: ExpertWeights, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
-    """Each [E, rows, cols]."""
+    """Each [E, rows, cols]: decoded as described, and in the kernels."""
     for name, expected in (("gate", gate), ("up", up), ("down", down)):
         for e in range(E):
             assert torch.equal(decoded(weights, name, e), expected[e]), (name, e)
+    generator = torch.Generator().manual_seed(4)
+    index = torch.stack([torch.randperm(E, generator=generator)[:2] for _ in range(20)])
+    route_weights = torch.rand(20, 2, generator=generator)
+    for dtype in (torch.bfloat16, torch.float32):
+        x = (torch.randn(20, weights.hidden_size, generator=generator) / 8).to(dtype).requires_grad_()
+        transposed = weights.gate.transposed  # the order of additions is another then
+        stored = [m.transpose(1, 2) if transposed else m for m in (gate, up, down)]
+        plain = ExpertWeights.from_tensors(*(m.to(dtype).contiguous() for m in stored), transposed=transposed)
+        outputs = [ops.moe_experts(x, index, route_weights, experts) for experts in (weights, plain)]
+        gradients = [torch.autograd.grad(out.float().square().sum(), x)[0] for out in outputs]
+        assert torch.equal(*outputs)
+        assert torch.equal(*gradients)
 
 
 SHAPES = {"gate_up_proj": (2 * I, H), "down_proj": (H, I)}
