@@ -8,6 +8,7 @@ used again.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import os
@@ -68,3 +69,12 @@ class Buffers:
             block.madvise(mmap.MADV_HUGEPAGE)
         self._blocks.append(block)
         return block
+
+
+def release_freed() -> None:
+    """Give memory that was freed, but kept by the C library, back to the system, so that it does not hide what is
+    allocated next."""
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except AttributeError:  # another C library than glibc
+        return

@@ -108,8 +108,16 @@ class Session:
         return isinstance(self.model, KtftPeftModel)
 
     @classmethod
-    def load(cls, model: str, adapter: str | None, device: str | None, settings: Sampling) -> Session:
+    def load(
+        cls,
+        model: str,
+        adapter: str | None,
+        device: str | None,
+        settings: Sampling,
+        check_weights: bool = False,
+    ) -> Session:
         """Load base, adapter and tokenizer (see :func:`load_tokenizer`); ``device`` None takes CUDA if there is a GPU.
+        ``check_weights`` as in :func:`ktft.load_model`.
 
         Raises:
             ValueError and its kin: what cannot be found or does not fit.
@@ -118,7 +126,8 @@ class Session:
         transformers_logging.set_verbosity_error()
         model = os.path.expanduser(model)
         adapter = None if adapter is None else os.path.expanduser(adapter)
-        base: Any = load_model(model, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        chosen = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        base: Any = load_model(model, device=chosen, check_weights=check_weights)
         if adapter is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)

@@ -1,46 +1,52 @@
 """From a directory of safetensors files to addresses of expert weights, without reading them.
 
 :class:`Checkpoint` parses the headers of ``model.safetensors`` or of every shard that
-``model.safetensors.index.json`` names, checks them strictly, and turns expert tensors into
-:class:`~ktft.weights.ExpertWeights` over read-only, shared file mappings:
+``model.safetensors.index.json`` names, checks them strictly, finds out how each matrix is stored (``ktft.formats``),
+and turns expert tensors into :class:`~ktft.weights.ExpertWeights` over read-only, shared file mappings:
 
     per expert    {prefix}.{e}.gate_proj.weight [I, H], up likewise, down [H, I]
-    fused         gate_up [E, 2I, H] (gate rows first) and down [E, H, I]
+    fused         gate_up [E, 2I, H] (gate rows first, or gate and up rows in turn) and down [E, H, I]
     transposed    gate_up [E, H, 2I] and down [E, I, H]; told from the shapes in the files
 
-Mapping itself is ``mapping.py``'s. This module knows nothing of model families: which tensor is which expert's is told
-to it (``families.py``).
+A *parameter* is what a weight is called where nothing is quantised: a matrix whose codes are ``x.weight_packed``, with
+``x.weight_scale`` beside them, is the parameter ``x.weight``; a plain tensor is a parameter by its own name.
+
+Mapping itself is ``mapping.py``'s, addresses of parts of tensors are ``expert_layout.py``'s. This module knows nothing
+of model families: which parameter is which expert's is told to it (``families.py``).
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import numpy as np
+import torch
 
-from ktft.formats import EXPERT_FORMATS, tensor_bytes
-from ktft.mapping import CheckpointError, FileIdentity, check_mapped, map_file
-from ktft.weights import PLAIN, ExpertMatrices, ExpertWeights
+from ktft.expert_layout import ExpertSource, Place, Tensor, describe
+from ktft.formats import (
+    EXPERT_FORMATS,
+    TORCH_DTYPES,
+    Detection,
+    StoredMatrix,
+    detect,
+    plain,
+    quantization_config,
+    read_scheme,
+    tensor_bytes,
+)
+from ktft.mapping import CheckpointError, FileIdentity, FileMapping, check_mapped, map_file
+from ktft.weights import CODED, PLAIN, ExpertMatrices, ExpertWeights
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MODELOPT_FILE = "hf_quant_config.json"
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One tensor of a safetensors file; ``begin`` is its first byte counted from the start of the file."""
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
 
 
 Part = Literal["gate", "up", "down", "gate_up"]
@@ -48,7 +54,7 @@ Part = Literal["gate", "up", "down", "gate_up"]
 
 @dataclass(frozen=True)
 class ExpertTensor:
-    """Which part of a layer's experts a tensor holds: of one expert, or of all of them (``expert`` None)."""
+    """Which part of a layer's experts a parameter holds: of one expert, or of all of them (``expert`` None)."""
 
     key: str
     part: Part
@@ -139,6 +145,52 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], FileIdentity]:
     return tensors, identity
 
 
+def read_config(directory: Path) -> dict[str, Any]:
+    """The contents of ``config.json`` as they are, whatever transformers makes of them.
+
+    Raises:
+        CheckpointError: it is not there, or not valid.
+    """
+    path = directory / "config.json"
+    try:
+        return _json_object(path.read_bytes(), str(path))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+
+
+def refuse_methods(directory: Path, config: Mapping[str, Any]) -> None:
+    """Refuse what no tensor can make good, before there are any: a method that is not read, or not for experts.
+
+    Args:
+        directory: where ``config.json`` lies.
+        config: its contents.
+
+    Raises:
+        CheckpointError: names the method.
+    """
+    try:
+        scheme = read_scheme(*_quantization(directory, config))
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+    if scheme is None:
+        return
+    for rule in scheme.rules:
+        formats = {encoding.format for encoding in rule.encodings}
+        if not formats & {*PLAIN, *CODED}:
+            raise CheckpointError(
+                f"{directory}: {scheme.source} says {rule.what}: experts stored as "
+                f"{' or '.join(sorted(formats)).upper()} are not supported; expected one of "
+                f"{', '.join([*PLAIN, *sorted(CODED)])}. Use another published version of this model."
+            )
+
+
+def _quantization(directory: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Any]:
+    """``quantization_config``, and modelopt's file of its own, where they are there."""
+    path = directory / MODELOPT_FILE
+    separate = _json_object(path.read_bytes(), str(path)) if path.is_file() else None
+    return quantization_config(config), separate
+
+
 # --- which files ------------------------------------------------------------------------------------------------------
 
 
@@ -187,14 +239,19 @@ class Checkpoint:
         tensors: every tensor of every file.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], config: Mapping[str, Any] | None = None) -> None:
         """Read and check the headers.
+
+        Args:
+            directory: where the files lie.
+            config: the contents of ``config.json``, which say how matrices are stored; without, they are plain.
 
         Raises:
             CheckpointError: there are no safetensors files, the index and the files disagree, a file is damaged, or
                 it changed under a model that is still mapped onto it.
         """
         self.directory = Path(directory)
+        self._config = config
         self.tensors: dict[str, Tensor] = {}
         self._identities: dict[Path, FileIdentity] = {}
         index = _read_index(self.directory)
@@ -226,6 +283,70 @@ class Checkpoint:
             if found != identity:
                 raise CheckpointError(f"{path} changed while it was being loaded: it was {identity}, it is {found}")
 
+    @cached_property
+    def detection(self) -> Detection:
+        """How every matrix is stored.
+
+        Raises:
+            CheckpointError: config, names, dtypes and shapes contradict each other, or the method is not supported.
+        """
+        config, separate = (None, None) if self._config is None else _quantization(self.directory, self._config)
+        try:
+            return detect(config, self.tensors, separate)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.directory}: {error}") from None
+
+    @cached_property
+    def coded(self) -> dict[str, StoredMatrix]:
+        """Parameter -> matrix, of those that are not stored plainly."""
+        stored = self.detection.matrices.values()
+        return {matrix.parameter: matrix for matrix in stored if matrix.encoding.format not in PLAIN}
+
+    @cached_property
+    def parameters(self) -> dict[str, None]:
+        """Every parameter, in the order of the files. Tensors that are part of another parameter, or of use for
+        quantised activations only, are none."""
+        names = {name: matrix.parameter for matrix in self.coded.values() for name in matrix.names.values()}
+        return {names.get(name, name): None for name in self.tensors if name not in self.detection.ignored}
+
+    def source(self, parameter: str) -> ExpertSource:
+        """A parameter with the tensors that it consists of.
+
+        Raises:
+            CheckpointError: it is neither coded nor of a plain floating-point dtype.
+        """
+        matrix = self.coded.get(parameter)
+        if matrix is not None:
+            lead = () if matrix.matrix.experts is None else (matrix.matrix.experts,)
+            shape = (*lead, matrix.matrix.rows, matrix.matrix.cols)
+            tensors = {role: self.tensors[name] for role, name in matrix.names.items()}
+            return ExpertSource(matrix.base, matrix.encoding, shape, tensors)
+        tensor = self.tensors[parameter]
+        if tensor.dtype not in EXPERT_FORMATS:
+            raise CheckpointError(
+                f"{tensor.file}: expert tensor {tensor.name!r}: expected dtype {' or '.join(EXPERT_FORMATS)}, "
+                f"found {tensor.dtype}, and nothing that says how to decode it"
+            )
+        return ExpertSource(tensor.name, plain(tensor.dtype, ""), tensor.shape, {"codes": tensor})
+
+    def read(self, tensor: Tensor) -> torch.Tensor:
+        """A tensor's values, copied into memory of their own.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        try:
+            data = np.fromfile(tensor.file, dtype=np.uint8, count=tensor.size, offset=tensor.begin)
+        except OSError as error:
+            raise CheckpointError(f"cannot read {tensor.file}: {error.strerror}") from None
+        if len(data) != tensor.size:
+            raise CheckpointError(f"{tensor.file} was truncated while it was being loaded")
+        return torch.from_numpy(data).view(TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+    def map(self, file: Path) -> FileMapping:
+        """One of the files, mapped."""
+        return map_file(file, self._identities[file])
+
     def expert_weights(
         self,
         prefix: str,
@@ -234,85 +355,62 @@ class Checkpoint:
         num_experts: int,
         hidden_size: int,
         intermediate_size: int,
+        interleaved: bool = False,
     ) -> ExpertWeights:
         """Addresses of one layer's experts.
 
         Args:
             prefix: what to call the layer in errors, e.g. ``model.layers.0.mlp.experts``.
-            tensors: every tensor of that layer's experts.
+            tensors: every parameter of that layer's experts.
             num_experts, hidden_size, intermediate_size: E, H, I of the model.
+            interleaved: fused gate and up rows take turns (gate first), instead of all of gate before all of up.
 
         Raises:
             CheckpointError: a tensor is missing, misshapen, there twice, or in a format that is not supported.
         """
         e, h, i = num_experts, hidden_size, intermediate_size
-        parts: dict[Part, dict[int | None, Tensor]] = {"gate": {}, "up": {}, "down": {}, "gate_up": {}}
+        parts: dict[Part, dict[int | None, ExpertSource]] = {"gate": {}, "up": {}, "down": {}, "gate_up": {}}
         for item in tensors:
-            tensor = self.tensors[item.key]
-            if tensor.dtype not in EXPERT_FORMATS:
-                raise CheckpointError(
-                    f"{tensor.file}: expert tensor {tensor.name!r}: expected dtype {' or '.join(EXPERT_FORMATS)}, "
-                    f"found {tensor.dtype}; this version reads no other format of experts"
-                )
+            source = self.source(item.key)
+            codes = source.tensors["codes"]
             if item.expert is not None and item.expert >= e:
                 raise CheckpointError(
-                    f"{tensor.file}: tensor {tensor.name!r} belongs to expert {item.expert}; "
+                    f"{codes.file}: tensor {codes.name!r} belongs to expert {item.expert}; "
                     f"expected experts 0 to {e - 1} by the config, num_experts = {e}"
                 )
             if item.expert in parts[item.part]:
-                other = parts[item.part][item.expert]
+                other = parts[item.part][item.expert].tensors["codes"]
                 raise CheckpointError(
-                    f"{tensor.file}: tensor {tensor.name!r} is {item.part} of {prefix}, expert {item.expert}, and so "
+                    f"{codes.file}: tensor {codes.name!r} is {item.part} of {prefix}, expert {item.expert}, and so "
                     f"is {other.name!r} in {other.file}; expected one of them"
                 )
-            parts[item.part][item.expert] = tensor
+            parts[item.part][item.expert] = source
         fused = None in parts["gate_up"]
         expected: dict[Part, list[int | None]] = {"gate": [], "up": [], "down": [None], "gate_up": [None]}
         if not fused:
             every: list[int | None] = list(range(e))
             expected = {"gate": every, "up": every, "down": every, "gate_up": []}
         self._check_complete(prefix, parts, expected)
-        used = [tensor for part in parts.values() for tensor in part.values()]
-        mappings = {file: map_file(file, self._identities[file]) for file in sorted({tensor.file for tensor in used})}
-
-        def address(tensor: Tensor) -> int:
-            return mappings[tensor.file].address + tensor.begin
+        used = [tensor for part in parts.values() for source in part.values() for tensor in source.tensors.values()]
+        mappings = {file: self.map(file) for file in sorted({tensor.file for tensor in used})}
 
         def matrices(part: Part, rows: int, columns: int) -> ExpertMatrices:
-            """Per-expert tensors [rows, columns]."""
+            """Of per-expert parameters [rows, columns]."""
             found = [parts[part][expert] for expert in range(e)]
-            for tensor in found:
-                _check_shape(tensor, (rows, columns))
-                _check_like(tensor, found[0])
-            format_name = EXPERT_FORMATS[found[0].dtype]
-            addresses = np.array([address(tensor) for tensor in found], dtype=np.int64)
-            return ExpertMatrices(addresses, columns * PLAIN[format_name].itemsize, format_name)
+            for source in found:
+                _check_shape(source, (rows, columns))
+                _check_like(source, found[0])
+            return describe(found, mappings, e, Place())
 
         if not fused:
             gate, up, down = matrices("gate", i, h), matrices("up", i, h), matrices("down", h, i)
         else:
             gate_up, down_all = parts["gate_up"][None], parts["down"][None]
             transposed = _is_transposed(gate_up, down_all, e, h, i)
-
-            def slices(tensor: Tensor, rows: int, columns: int, first: int) -> ExpertMatrices:
-                """Of a tensor [E, rows, columns], the matrices that begin at row (transposed: column) ``first``."""
-                format_name = EXPERT_FORMATS[tensor.dtype]
-                size = PLAIN[format_name].itemsize
-                stride = columns * size
-                offset = first * (size if transposed else stride)
-                addresses = address(tensor) + offset + np.arange(e, dtype=np.int64) * (rows * stride)
-                return ExpertMatrices(addresses, stride, format_name, transposed)
-
-            gate_up_shape, down_shape = ((h, 2 * i), (i, h)) if transposed else ((2 * i, h), (h, i))
-            gate, up = slices(gate_up, *gate_up_shape, 0), slices(gate_up, *gate_up_shape, i)
-            down = slices(down_all, *down_shape, 0)
-        for tensor in used:
-            size = PLAIN[EXPERT_FORMATS[tensor.dtype]].itemsize
-            if tensor.begin % size:
-                raise CheckpointError(
-                    f"{tensor.file}: expert tensor {tensor.name!r} begins at byte {tensor.begin}; expected a multiple "
-                    f"of {size}. Write the file again with a current safetensors library."
-                )
+            step, up_first = (2, 1) if interleaved else (1, i)
+            gate = describe([gate_up], mappings, e, Place(0, step, transposed))
+            up = describe([gate_up], mappings, e, Place(up_first, step, transposed))
+            down = describe([down_all], mappings, e, Place(transposed=transposed))
         return ExpertWeights(
             gate,
             up,
@@ -324,11 +422,11 @@ class Checkpoint:
         )
 
     def _check_complete(
-        self, prefix: str, parts: dict[Part, dict[int | None, Tensor]], expected: dict[Part, list[int | None]]
+        self, prefix: str, parts: dict[Part, dict[int | None, ExpertSource]], expected: dict[Part, list[int | None]]
     ) -> None:
         for part, experts in expected.items():
             missing = [expert for expert in experts if expert not in parts[part]]
-            extra = [tensor for expert, tensor in parts[part].items() if expert not in experts]
+            extra = [source.tensors["codes"] for expert, source in parts[part].items() if expert not in experts]
             if missing:
                 whose = "all experts" if missing[0] is None else f"experts {missing[:8]}"
                 raise CheckpointError(
@@ -342,23 +440,33 @@ class Checkpoint:
                 )
 
 
-def _check_shape(tensor: Tensor, expected: tuple[int, ...]) -> None:
-    if tensor.shape != expected:
+def _check_shape(source: ExpertSource, expected: tuple[int, ...]) -> None:
+    if source.shape != expected:
+        codes = source.tensors["codes"]
         raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r}: expected shape {list(expected)} by the config, "
-            f"found {list(tensor.shape)}"
+            f"{codes.file}: tensor {codes.name!r}: expected shape {list(expected)} by the config, "
+            f"found {list(source.shape)}{source.as_what}"
         )
 
 
-def _check_like(tensor: Tensor, first: Tensor) -> None:
-    if tensor.dtype != first.dtype:
+def _check_like(source: ExpertSource, first: ExpertSource) -> None:
+    for role, tensor in source.tensors.items():
+        other = first.tensors.get(role)
+        if other is None or tensor.dtype != other.dtype:
+            raise CheckpointError(
+                f"{tensor.file}: tensor {tensor.name!r}: expected dtype "
+                f"{'none' if other is None else other.dtype} like {(other or first.tensors['codes']).name!r}, "
+                f"found {tensor.dtype}"
+            )
+    if source.encoding != first.encoding:
+        codes = source.tensors["codes"]
         raise CheckpointError(
-            f"{tensor.file}: tensor {tensor.name!r}: expected dtype {first.dtype} like {first.name!r}, "
-            f"found {tensor.dtype}"
+            f"{codes.file}: tensor {codes.name!r}: expected {first.encoding} like {first.tensors['codes'].name!r}, "
+            f"found {source.encoding}"
         )
 
 
-def _is_transposed(gate_up: Tensor, down: Tensor, e: int, h: int, i: int) -> bool:
+def _is_transposed(gate_up: ExpertSource, down: ExpertSource, e: int, h: int, i: int) -> bool:
     """Orientation of a fused pair, from its shapes: [E, 2I, H] and [E, H, I], or both transposed.
 
     One matrix may look the same both ways (2I = H, or I = H), but never both; so together they always tell.
@@ -367,10 +475,11 @@ def _is_transposed(gate_up: Tensor, down: Tensor, e: int, h: int, i: int) -> boo
     for transposed, shapes in enumerate(as_is):
         if (gate_up.shape, down.shape) == shapes:
             return bool(transposed)
+    first, second = gate_up.tensors["codes"], down.tensors["codes"]
     raise CheckpointError(
-        f"{gate_up.file}: tensors {gate_up.name!r} and {down.name!r}: expected shapes "
+        f"{first.file}: tensors {first.name!r} and {second.name!r}: expected shapes "
         + " or ".join(f"{list(a)} and {list(b)}" for a, b in as_is)
-        + f" by the config, found {list(gate_up.shape)} and {list(down.shape)}"
+        + f" by the config, found {list(gate_up.shape)} and {list(down.shape)}{gate_up.as_what}"
     )
 
 
@@ -381,6 +490,8 @@ __all__ = [
     "CheckpointError",
     "ExpertTensor",
     "Tensor",
+    "read_config",
     "read_header",
+    "refuse_methods",
     "weight_files",
 ]

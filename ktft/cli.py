@@ -86,6 +86,14 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_check_weights(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--check-weights",
+        action="store_true",
+        help="first read all of the experts, and refuse NaN codes and scales that are not finite",
+    )
+
+
 def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
@@ -94,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("model", metavar="MODEL", help="directory or hub id of the base model")
     model.add_argument("--adapter", metavar="DIR", help="a LoRA adapter to put on it")
     _add_device(model)
+    _add_check_weights(model)
     model.add_argument(
         "--max-new-tokens", metavar="N", type=_positive, default=512, help="longest answer (default %(default)s)"
     )
@@ -141,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", _train, "train an adapter as a recipe says", epilog=TRAIN_EPILOG)
     train.add_argument("recipe", metavar="RECIPE", help="a YAML file, e.g. recipes/quickstart.yaml")
     train.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="recipe keys to set or replace")
+    _add_check_weights(train)
 
     add("chat", _chat, "chat with a model in the terminal", model, epilog=CHAT_EPILOG)
     generate = add("generate", _generate, "answer one prompt and print the answer", model)
@@ -286,7 +296,8 @@ def _share(text: str) -> float:
 def _train(arguments: argparse.Namespace) -> int:
     from ktft.config import load_recipe
 
-    recipe = load_recipe(arguments.recipe, arguments.overrides)
+    more = ["check_weights=true"] if arguments.check_weights else []
+    recipe = load_recipe(arguments.recipe, [*arguments.overrides, *more])
     from ktft.train import run
 
     return 130 if run(recipe).interrupted else 0
@@ -295,7 +306,9 @@ def _train(arguments: argparse.Namespace) -> int:
 def _chat(arguments: argparse.Namespace) -> int:
     from ktft import chat
 
-    session = chat.Session.load(arguments.model, arguments.adapter, arguments.device, chat.sampling(arguments))
+    session = chat.Session.load(
+        arguments.model, arguments.adapter, arguments.device, chat.sampling(arguments), arguments.check_weights
+    )
     return chat.loop(session, system=arguments.system)
 
 
@@ -305,7 +318,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if arguments.raw and arguments.system is not None:
         raise ValueError("--system and --raw conflict: a plain text has no system prompt")
-    session = chat.Session.load(arguments.model, arguments.adapter, arguments.device, chat.sampling(arguments))
+    session = chat.Session.load(
+        arguments.model, arguments.adapter, arguments.device, chat.sampling(arguments), arguments.check_weights
+    )
     if arguments.raw:
         session.continue_text(prompt)
     else:

@@ -43,6 +43,8 @@ class Recipe:
     """Directory or hub id of the base model."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
+    check_weights: bool = False
+    """ktft's own. First read all of the base's experts, and refuse NaN codes and scales that are not finite."""
     bf16: bool = True
     """Compute in bf16 (False: in fp32). Adapters are fp32 either way."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

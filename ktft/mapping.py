@@ -66,6 +66,10 @@ class FileMapping:
         if FileIdentity.of(status) != identity:
             raise CheckpointError(f"{path} changed while it was being mapped; load it again when nothing writes to it")
 
+    def read(self, begin: int, size: int) -> bytes:
+        """``size`` bytes from ``begin``, copied."""
+        return self._bytes[begin : begin + size].tobytes()
+
     def check_unchanged(self) -> None:
         """Raise CheckpointError if the mapped file was written onto, which changes what is mapped.
 

@@ -1,12 +1,14 @@
 """``load_model``: a stock Hugging Face model whose routed experts are mapped from the checkpoint.
 
 Everything but the experts is built, read, renamed, tied and placed by transformers' own ``from_pretrained``; each
-experts module is a :class:`~ktft.experts.CpuExperts` pointing into the files. Nothing is quantised, converted or
-copied here.
+experts module is a :class:`~ktft.experts.CpuExperts` pointing into the files. Of a quantised checkpoint the experts
+stay as they are, and everything else is decoded to the model's dtype as it is loaded (``decoding.py``), so that the
+model is a plain one but for its experts.
 """
 
 from __future__ import annotations
 
+import copy
 import glob
 import os
 from pathlib import Path
@@ -15,10 +17,18 @@ from typing import Any, NoReturn
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from ktft import families
-from ktft.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, CheckpointError, weight_files
+from ktft import decoding, families
+from ktft.checkpoint import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Checkpoint,
+    CheckpointError,
+    read_config,
+    refuse_methods,
+    weight_files,
+)
 from ktft.experts import CpuExperts
 
 
@@ -30,23 +40,28 @@ def load_model(
     revision: str | None = None,
     recompute: bool = False,
     trust_remote_code: bool = False,
+    check_weights: bool = False,
 ) -> PreTrainedModel:
     """Load a Mixture-of-Experts causal language model for training or inference, its routed experts on the CPU.
 
     Args:
         path_or_hub_id: a directory with ``config.json`` and safetensors files, or a Hugging Face hub id.
         device: where everything but the routed experts goes; default the CPU, whatever torch's default device is.
-        dtype: of everything but the routed experts, which stay as published; default what the checkpoint says.
+        dtype: of everything but the routed experts, which stay as published; default what the checkpoint says, and of
+            a quantised one that says nothing, bfloat16.
         revision: branch, tag or commit of a hub id.
         recompute: backward computes the experts' gate and up again instead of keeping 2·S·I values per layer.
         trust_remote_code: allow the checkpoint to bring its own Python code.
+        check_weights: first read all of the experts and everything quantised, and refuse NaN codes and scales that are
+            not finite. Names, dtypes and shapes are checked in any case.
 
     Returns:
         The stock model class, in eval mode.
 
     Raises:
         UnsupportedModelError: ktft cannot compute this family's experts exactly; raised before weights are read.
-        CheckpointError: a file or tensor is missing, damaged or misshapen, or changed while it was read; or the
+        CheckpointError: a file or tensor is missing, damaged or misshapen, or changed while it was read; the checkpoint
+            is quantised in a way that ktft does not read, or its config and its tensors contradict each other; or the
             directory tells transformers to read other files than the experts' (``transformers_weights``, an adapter).
         ValueError: the path or hub id leads nowhere.
     """
@@ -54,7 +69,8 @@ def load_model(
     with torch.device("cpu"):
         directory = _resolve(path_or_hub_id, revision, trust_remote_code)
         hub_id = None if os.path.isdir(path_or_hub_id) else os.fspath(path_or_hub_id)
-        model = _load(directory, hub_id, torch.device(device or "cpu"), dtype, recompute, trust_remote_code)
+        target = torch.device(device or "cpu")
+        model = _load(directory, hub_id, target, dtype, recompute, trust_remote_code, check_weights)
     model.config._name_or_path = model.name_or_path = os.fspath(path_or_hub_id)
     if hub_id is not None:
         model.config._commit_hash = directory.name  # a snapshot's folder is called by its commit; adapters record it
@@ -68,23 +84,20 @@ def _load(
     dtype: str | torch.dtype | None,
     recompute: bool,
     trust_remote_code: bool,
+    check_weights: bool,
 ) -> PreTrainedModel:
     _refuse_adapter(directory)
     config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     _refuse_other_weights(directory, config)
-    quantization = config.to_dict().get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method")
-        raise families.UnsupportedModelError(
-            f"{directory}: the checkpoint is quantised (quant_method {method!r}); "
-            "this version reads bf16 and fp32 weights"
-        )
+    config_file = read_config(directory)
+    refuse_methods(directory, config_file)
+    _forget_quantization(config)
     stock = families.stock_model(config, trust_remote_code=trust_remote_code)
     modules = families.experts_modules(stock)
     if hub_id is not None:  # only now: nobody wants to wait for the weights of a model that is then refused
         _download_weights(hub_id, directory)
-    checkpoint = Checkpoint(directory)
-    tensors = families.expert_tensors(stock, modules, checkpoint.tensors)
+    checkpoint = Checkpoint(directory, config_file)
+    tensors = families.expert_tensors(stock, modules, checkpoint.parameters)
     weights = {
         name: checkpoint.expert_weights(
             name,
@@ -95,18 +108,24 @@ def _load(
         )
         for name, module in modules.items()
     }
-    model: PreTrainedModel
+    experts_parameters = {tensor.key for found in tensors.values() for tensor in found}
+    if check_weights:
+        decoding.check_values(checkpoint, experts_parameters)
+    options: dict[str, Any] = {
+        # Without a map transformers places on the CPU, and the Trainer remains free to move the model.
+        "device_map": None if target.type == "cpu" else {"": target},
+        "trust_remote_code": trust_remote_code,
+        "output_loading_info": True,
+    }
+    loaded: Any
     with families.experts_replaced(type(stock), modules):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            directory,
-            config=config,
-            dtype=dtype or "auto",
-            # Without a map transformers places on the CPU, and the Trainer remains free to move the model.
-            device_map=None if target.type == "cpu" else {"": target},
-            trust_remote_code=trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        if checkpoint.coded:
+            loaded = _load_coded(stock, checkpoint, experts_parameters, config, dtype, options)
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                directory, config=config, dtype=dtype or "auto", use_safetensors=True, **options
+            )
+    model: PreTrainedModel
     model, info = loaded
     checkpoint.verify_unchanged()
     for name, module in modules.items():
@@ -117,6 +136,44 @@ def _load(
     _check_complete(model, info, directory)
     _refuse_saving(model)
     return model
+
+
+def _forget_quantization(config: PreTrainedConfig) -> None:
+    """Let transformers know nothing of it: it would ask for the quantiser's package or a GPU, and build its modules."""
+    for part in (config, vars(config).get("text_config")):
+        if isinstance(part, PreTrainedConfig) and "quantization_config" in vars(part):
+            del part.quantization_config
+
+
+def _load_coded(
+    stock: PreTrainedModel,
+    checkpoint: Checkpoint,
+    experts: set[str],
+    config: PreTrainedConfig,
+    dtype: str | torch.dtype | None,
+    options: dict[str, Any],
+) -> Any:
+    """What ``from_pretrained`` gives, of a checkpoint whose tensors are decoded while it loads them."""
+    chosen = dtype if dtype not in (None, "auto") else config.dtype or torch.bfloat16
+    chosen = getattr(torch, chosen) if isinstance(chosen, str) else chosen
+    exact = {*(stock._keep_in_fp32_modules or ()), *(stock._keep_in_fp32_modules_strict or ())}
+    values = decoding.state_dict(checkpoint, experts, chosen, exact)
+    try:
+        # With values of our own it takes no directory, and so reads no generation config.
+        loaded: Any = type(stock).from_pretrained(
+            None, config=copy.deepcopy(stock.config), state_dict=values, dtype=chosen, **options
+        )
+    except Exception:
+        # transformers reports an error while it converts a tensor in words of its own.
+        for value in values.values():
+            if isinstance(value, decoding.CodedSlice) and value.failure is not None:
+                raise value.failure from None
+        raise
+    try:
+        loaded[0].generation_config = GenerationConfig.from_pretrained(checkpoint.directory)
+    except OSError:
+        loaded[0].generation_config = GenerationConfig.from_model_config(loaded[0].config)
+    return loaded
 
 
 def _resolve(path_or_hub_id: str | os.PathLike[str], revision: str | None, trust_remote_code: bool) -> Path:

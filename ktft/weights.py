@@ -24,8 +24,9 @@ import torch
 PLAIN: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 """Formats whose stored elements are the weights: name -> dtype of one element."""
 
-CODED: frozenset[str] = frozenset({"fp8", "int8", "int4", "mxfp4", "nvfp4"})
-"""Formats with scales beside the codes; what they mean is said in ``ktft.formats``, decoded in ``csrc/kernels``."""
+CODED: dict[str, int] = {"fp8": 8, "int8": 8, "int4": 4, "mxfp4": 4, "nvfp4": 4}
+"""Formats with scales beside the codes: name -> bits of one code. What they mean is said in ``ktft.formats``; they are
+decoded in ``csrc/kernels``."""
 
 SCALE_FORMATS: tuple[str, ...] = ("fp32", "bf16", "fp16", "e8m0", "e4m3")
 """What scales are stored as."""
@@ -180,8 +181,13 @@ class ExpertWeights:
         """A copy of one stored matrix in its stored dtype: ``gate``/``up`` [I, H] or ``down`` [H, I], never transposed.
 
         For tests, merging and inspection; the kernels never go through it.
+
+        Raises:
+            ValueError: the matrices are coded, so that what is stored is no dtype's values.
         """
         matrices: ExpertMatrices = {"gate": self.gate, "up": self.up, "down": self.down}[name]
+        if matrices.format not in PLAIN:
+            raise ValueError(f"{name} is stored as {matrices.format}; expected one of {', '.join(PLAIN)} to copy it")
         rows, cols = (self.intermediate_size, self.hidden_size)
         if name == "down":
             rows, cols = cols, rows

@@ -226,9 +226,21 @@ def test_dense_models_and_other_models(tmp_path: Path) -> None:
         load_model(without_weights(encoder, tmp_path / "vit"))
 
 
-def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
-    config = tiny_config("deepseek_v3", quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
-    with pytest.raises(families.UnsupportedModelError, match=r"quantised \(quant_method 'fp8'\)"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, r"quant_method 'bitsandbytes' is not supported; supported are fp8, mxfp4"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, r"experts stored as GPTQ are not supported"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128}, r"experts stored as AWQ are not supported"),
+        ({"quant_method": "gptq", "bits": 3}, r"bits is 3; expected 4"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, r"fmt is 'e5m2'; expected e4m3"),
+    ],
+)
+def test_methods_that_are_not_read_are_refused_before_there_are_weights(
+    tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    config = tiny_config("deepseek_v3", quantization_config=settings)
+    with pytest.raises(CheckpointError, match=message):
         load_model(without_weights(config, tmp_path))
 
 

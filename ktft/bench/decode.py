@@ -38,7 +38,7 @@ from ktft.bench.report import Report
 from ktft.bench.settings import check_isa, tidy, torch_threads
 from ktft.chat import Sampling
 from ktft.experts import CpuExperts
-from ktft.weights import PLAIN
+from ktft.weights import CODED, PLAIN
 
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 
@@ -179,12 +179,13 @@ def decode(model: Any, first: torch.Tensor, count: int) -> list[int]:
 
 
 def bytes_per_token(model: Any) -> int:
-    """Bytes of weights that decoding one token reads, experts as stored; adapters are not counted."""
+    """Bytes of weights that decoding one token reads, experts as stored; adapters and scales are not counted."""
     experts = 0
     for module in model.modules():
         if isinstance(module, CpuExperts) and module.weights is not None:
-            width = PLAIN[module.weights.gate.format].itemsize
-            experts += 3 * module.hidden_size * module.intermediate_size * width
+            stored = (module.weights.gate, module.weights.up, module.weights.down)
+            bits = sum(8 * PLAIN[m.format].itemsize if m.format in PLAIN else CODED[m.format] for m in stored)
+            experts += module.hidden_size * module.intermediate_size * bits // 8
     base = _base(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from ktft.buffers import release_freed
+
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 
@@ -37,15 +39,6 @@ def resident() -> Resident:
         if name in ("VmRSS", "RssAnon", "VmHWM"):
             sizes[name] = int(rest.split()[0]) * 1024
     return Resident(sizes["VmRSS"], sizes["RssAnon"], sizes["VmHWM"])
-
-
-def release_freed() -> None:
-    """Give memory that was freed, but kept by the C library, back to the system, so that it does not hide what is
-    allocated next."""
-    try:
-        ctypes.CDLL(None).malloc_trim(0)
-    except AttributeError:  # another C library than glibc
-        return
 
 
 def forget_mapped(address: int, size: int) -> None:

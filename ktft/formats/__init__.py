@@ -22,12 +22,12 @@ from ktft.formats.fp8 import fp8_block, fp8_channel, fp8_tensor, mxfp8
 from ktft.formats.gguf_blocks import GGUF_BLOCKS, gguf
 from ktft.formats.gptq_awq import awq, gptq
 from ktft.formats.integers import int8, int8_tensor, int_packed
-from ktft.formats.schemes import quantization_config
+from ktft.formats.schemes import quantization_config, read_scheme
 from ktft.formats.table import FORMATS, check_values, dequantize, encode, matrix_of_tensors, relative_error
 from ktft.formats.written import WRITTEN, written_config
 
-EXPERT_FORMATS: dict[str, str] = {"BF16": "bf16", "F32": "fp32"}
-"""Safetensors dtypes that routed experts may have -> format name in ``ktft.weights.FORMATS``."""
+EXPERT_FORMATS: dict[str, str] = PLAIN_DTYPES
+"""Safetensors dtypes that routed experts stored plainly may have -> format name in ``ktft.weights.PLAIN``."""
 
 __all__ = [
     "DTYPE_BITS",
@@ -68,6 +68,7 @@ __all__ = [
     "nvfp4_modelopt",
     "plain",
     "quantization_config",
+    "read_scheme",
     "relative_error",
     "tensor_bytes",
     "written_config",

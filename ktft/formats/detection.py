@@ -17,7 +17,8 @@ from ktft.formats.floats import PLAIN_DTYPES, plain
 from ktft.formats.schemes import Config, Scheme, read_scheme
 from ktft.mapping import CheckpointError
 
-_CODES = (".weight_packed", ".qweight", "_blocks", ".weight", "")
+_FUSED_CODES = ("_blocks", "")
+_CODES = (".weight_packed", ".qweight", ".weight", *_FUSED_CODES)
 _SCALES = (
     ".weight_scale_inv",
     ".weight_scale_2",
@@ -64,6 +65,11 @@ class StoredMatrix:
     encoding: Encoding
     matrix: Matrix
     names: dict[Role, str]
+
+    @property
+    def parameter(self) -> str:
+        """What the weight is called where it is not quantised."""
+        return self.base if self.encoding.codes.suffix in _FUSED_CODES else f"{self.base}.weight"
 
 
 @dataclass(frozen=True)

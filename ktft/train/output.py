@@ -29,7 +29,7 @@ FREE_ON_RESUME = frozenset(
     "output_dir overwrite_output_dir resume_from_checkpoint logging_steps logging_first_step plot_loss report_to "
     "save_steps save_strategy save_total_limit save_only_model "
     # where and with what means the same numbers are computed
-    "device prepare trust_remote_code dataloader_num_workers disable_gradient_checkpointing "
+    "device prepare trust_remote_code check_weights dataloader_num_workers disable_gradient_checkpointing "
     # without effect
     "preprocessing_num_workers overwrite_cache ddp_timeout".split()
 )

@@ -222,6 +222,7 @@ def build_model(recipe: Recipe, base: str) -> KtftPeftModel:
         device=device,
         dtype=torch.bfloat16 if recipe.bf16 else torch.float32,
         trust_remote_code=recipe.trust_remote_code,
+        check_weights=recipe.check_weights,
     )
     if model.config.to_dict().get("output_router_logits"):
         # Each micro-batch would add its own balance loss, unscaled, so accumulation would change the loss.

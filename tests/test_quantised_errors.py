@@ -1,0 +1,225 @@
+"""load_model on damaged quantised checkpoints: an error that names the tensor, before or while it loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ktft.checkpoint import CheckpointError
+from ktft.model import load_model
+from tests.quantised import Written, write
+from tests.test_model_errors import assert_nothing_is_left_patched
+
+EXPERT = "model.layers.1.mlp.experts.2.up_proj"
+OTHER = "model.layers.0.self_attn.q_proj"
+Tensors = dict[str, torch.Tensor]
+Change = Callable[[Tensors], object]
+
+
+def quantised(name: str, directory: Path, change: Change = lambda t: None) -> Written:
+    written = write("qwen3_moe", name, directory)
+    written.edit(change)
+    return written
+
+
+def refused(written: Written, message: str, **options: Any) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        load_model(written.directory, **options)
+    assert_nothing_is_left_patched()
+
+
+def scaled(tensors: Tensors, name: str, factor: float) -> None:
+    tensors[name] = tensors[name] * factor
+
+
+def set_bytes(tensors: Tensors, name: str, row: int, column: int, value: int) -> None:
+    tensors[name].view(torch.uint8)[row, column] = value
+
+
+@pytest.mark.parametrize("base", [EXPERT, OTHER])
+@pytest.mark.parametrize(
+    ("name", "suffix", "change", "message"),
+    [
+        ("fp8-block", "weight_scale_inv", None, r"is missing: .*fp8 \(128x128"),
+        ("fp8-block", "weight_scale_inv", lambda t: t[:, :1].clone(), r"expected shape \[[12], 2\]"),
+        ("fp8-block", "weight_scale_inv", lambda t: t.double(), "expected dtype F32 or BF16"),
+        ("int4-g32", "weight_scale", None, r"is missing: .*int4 \(groups of 32"),
+        ("int4-g32", "weight_scale", lambda t: t[:, :-1].clone(), r"expected shape \[\d+, 5\]"),
+        ("int4-g32", "weight_shape", None, "is missing"),
+        ("int4-g32", "weight_packed", None, r"which has '.*weight_packed'"),
+        ("int4-g32", "weight_packed", lambda t: t.long(), "weight_packed' of dtype I32"),
+        ("mxfp4", "weight_scale", lambda t: t.T.contiguous(), r"expected shape \[\d+, 5\]"),
+        ("nvfp4-compressed", "weight_global_scale", None, "is missing"),
+        ("nvfp4-modelopt", "weight_scale_2", None, "is missing"),
+        ("nvfp4-modelopt", "weight_scale_2", lambda t: t.repeat(2), r"expected shape \[\] or \[1\]"),
+    ],
+)
+def test_missing_and_misshapen_tensors_are_named(
+    tmp_path: Path,
+    base: str,
+    name: str,
+    suffix: str,
+    change: Callable[[torch.Tensor], torch.Tensor] | None,
+    message: str,
+) -> None:
+    key = f"{base}.{suffix}"
+
+    def damage(tensors: Tensors) -> None:
+        old = tensors.pop(key)
+        if change is not None:
+            tensors[key] = change(old)
+
+    refused(quantised(name, tmp_path, damage), f"{key.replace('.', '[.]')}.*{message}|{message}.*{base}")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("fp8-block", lambda q: q.update(weight_block_size=[64, 128]), r"weight_scale_inv': expected shape"),
+        ("fp8-block", lambda q: q.update(modules_to_not_convert=["q_proj"]), r"not converted: '.*q_proj"),
+        ("fp8-block", lambda q: q.update(quant_method="mxfp4"), r"says mxfp4, which has '.*_blocks'"),
+        ("fp8-block", lambda q: q.update(quant_method="quanto"), "quant_method 'quanto' is not supported"),
+        ("fp8-block", lambda q: q.clear(), "quant_method None is not supported"),
+        (
+            "int4-g32",
+            lambda q: q["config_groups"]["group_0"]["weights"].update(group_size=64),
+            r"no multiple of 64|expected shape",
+        ),
+        ("int4-g32", lambda q: q["config_groups"]["group_0"]["weights"].update(symmetric=False), "zero points"),
+        (
+            "int4-g32",
+            lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=8),
+            r"weight_shape|weight_scale",
+        ),
+        ("nvfp4-modelopt", lambda q: q.update(quant_algo="FP8"), r"F8_E4M3; found '.*weight'"),
+    ],
+)
+def test_a_config_that_contradicts_the_tensors(
+    tmp_path: Path, name: str, change: Callable[[dict[str, Any]], object], message: str
+) -> None:
+    written = quantised(name, tmp_path)
+    written.edit_config(lambda config: change(config["quantization_config"]))
+    refused(written, message)
+
+
+def test_a_config_without_quantization(tmp_path: Path) -> None:
+    written = quantised("fp8-block", tmp_path)
+    written.edit_config(lambda config: config.pop("quantization_config"))
+    refused(written, r"no quantization_config, but these are tensors of a quantised matrix: 'model\.layers\.0")
+
+
+def test_two_configs_that_contradict_each_other(tmp_path: Path) -> None:
+    written = quantised("nvfp4-modelopt", tmp_path)
+    other = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+    (written.directory / "hf_quant_config.json").write_text(json.dumps(other))
+    refused(written, "quant_algo 'NVFP4', hf_quant_config.json says 'FP8'")
+
+
+def test_modelopt_with_a_file_of_its_own_only(tmp_path: Path) -> None:
+    written = quantised("nvfp4-modelopt", tmp_path)
+    written.edit_config(lambda config: config.pop("quantization_config"))
+    other = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}}
+    (written.directory / "hf_quant_config.json").write_text(json.dumps(other))
+    assert load_model(written.directory).model.layers[0].mlp.experts.weights.gate.format == "nvfp4"
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "change", "message"),
+    [
+        (
+            "fp8-block",
+            EXPERT,
+            lambda t: set_bytes(t, f"{EXPERT}.weight", 90, 7, 0x7F),
+            "row 90, column 7 decodes to nan",
+        ),
+        ("fp8-block", OTHER, lambda t: set_bytes(t, f"{OTHER}.weight", 3, 9, 0xFF), "row 3, column 9 decodes to nan"),
+        (
+            "fp8-block",
+            EXPERT,
+            lambda t: scaled(t, f"{EXPERT}.weight_scale_inv", float("inf")),
+            "decodes to (-?inf|nan)",
+        ),
+        (
+            "mxfp4",
+            EXPERT,
+            lambda t: set_bytes(t, f"{EXPERT}.weight_scale", 5, 1, 255),
+            "row 5, column 32 decodes to nan",
+        ),
+        (
+            "int4-g32",
+            OTHER,
+            lambda t: scaled(t, f"{OTHER}.weight_scale", float("nan")),
+            "row 0, column 0 decodes to nan",
+        ),
+        ("int4-g32", EXPERT, lambda t: t[f"{EXPERT}.weight_shape"].fill_(7), r"weight_shape' says \[7, 7\]"),
+    ],
+)
+def test_values_are_checked_when_asked_for(tmp_path: Path, name: str, base: str, change: Change, message: str) -> None:
+    refused(quantised(name, tmp_path, change), f"{base}.*{message}", check_weights=True)
+
+
+def test_plain_experts_are_checked_when_asked_for(tmp_path: Path) -> None:
+    written = quantised("fp8-block", tmp_path)
+    load_model(written.plain, check_weights=True)
+    plain = Written(written.plain, written.plain, {}, written.encoding)
+    plain.edit(lambda t: t[f"{EXPERT}.weight"][4, 5].fill_(float("inf")))
+    refused(plain, f"{EXPERT}.weight.*row 4, column 5 decodes to inf", check_weights=True)
+    load_model(written.plain)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
+def test_global_divisors_are_read_in_any_case(tmp_path: Path, value: float) -> None:
+    written = quantised("nvfp4-compressed", tmp_path, lambda t: t[f"{EXPERT}.weight_global_scale"].fill_(value))
+    refused(written, rf"{EXPERT}\.weight_global_scale' is {value}; expected a finite number")
+
+
+def test_an_error_while_transformers_loads_is_ours(tmp_path: Path) -> None:
+    """Decoding happens in its threads, and it has words of its own for what fails there."""
+    written = quantised("int4-g32", tmp_path, lambda t: t[f"{OTHER}.weight_shape"].fill_(7))
+    refused(written, rf"{OTHER}\.weight_shape' says \[7, 7\]")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update({f"{EXPERT}.weight_zero_point": torch.ones(1)}), r"up_proj\.weight_zero_point.*asymmetric"),
+        (lambda t: t.update({f"{OTHER}.weight_g_idx": torch.ones(1)}), r"q_proj\.weight_g_idx': .*act-order"),
+        (lambda t: t.update({f"{OTHER}.extra": torch.ones(2)}), rf"no use for \['{OTHER}\.extra'\]"),
+        (lambda t: t.update({f"{EXPERT}.bias": torch.ones(2)}), rf"'{EXPERT}\.bias' lies under the experts"),
+        (lambda t: t.update({f"{OTHER}.scales": torch.ones(2)}), r"q_proj\.scales' has no place"),
+        (lambda t: t.pop("model.norm.weight"), r"missing tensors \['model\.norm\.weight'\]"),
+        (
+            lambda t: [t.pop(key) for key in list(t) if key.startswith(OTHER)],
+            rf"missing tensors \['{OTHER}\.weight'\]",
+        ),
+        (
+            lambda t: [t.pop(key) for key in list(t) if key.startswith(EXPERT)],
+            r"layers\.1\.mlp\.experts: expected 6 tensors for up, found 5; missing: up of experts \[2\]",
+        ),
+        (
+            lambda t: t.update(
+                {key.replace("q_proj", "r_proj"): t[key].clone() for key in list(t) if key.startswith(OTHER)}
+            ),
+            r"no use for \['model\.layers\.0\.self_attn\.r_proj\.weight'\]",
+        ),
+    ],
+)
+def test_every_tensor_is_accounted_for(tmp_path: Path, change: Change, message: str) -> None:
+    refused(quantised("int4-g32", tmp_path, change), message)
+
+
+def test_experts_of_another_size_than_the_config_says(tmp_path: Path) -> None:
+    written = quantised("int4-g32", tmp_path)
+    written.edit_config(lambda config: config.update(moe_intermediate_size=64))
+    refused(written, r"gate_proj\.weight_packed': expected shape \[64, 160\] by the config, found \[96, 160\] as int4")
+
+
+def test_experts_in_a_format_that_the_kernels_lack(tmp_path: Path) -> None:
+    """int8 as compressed-tensors writes it for models whose activations are int8 as well."""
+    message = r"experts\.0\.gate_proj\.weight' is stored as int8 that is not packed, which ktft does not compute with"
+    refused(quantised("int8-plain", tmp_path), message)

@@ -1,0 +1,34 @@
+"""Loading a quantised checkpoint streams: at the peak there is one tensor more than the result, and no expert."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.load_memory import write_large
+
+ROOT = Path(__file__).parent.parent
+MIB = 2**20
+SLACK = 24 * MIB
+"""A few rows in fp32 while they are decoded (4 MiB a tensor), stacks and arenas of transformers' loader threads."""
+
+
+def test_loading_holds_one_tensor_beside_the_result(tmp_path: Path) -> None:
+    write_large(tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.load_memory", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    figures = ", ".join(f"{name} {value / MIB:.1f} MiB" for name, value in found.items())
+    print(figures)
+    assert found["result"] > 100 * MIB
+    assert found["added"] > 0.9 * found["result"], f"the measurement does not see what must be there: {figures}"
+    assert found["added"] <= found["result"] + found["largest"] + SLACK, figures
+    assert found["files"] < 16 * MIB, f"codes were read through the mapping: {figures}"
