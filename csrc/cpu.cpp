@@ -32,7 +32,7 @@ bool has_usual_palette(const CpuLeaves& leaves) {
 // What CPUID answers; leaves above the highest are left out.
 CpuLeaves read_leaves() {
   CpuLeaves leaves;
-  for (const CpuLeaf leaf : {kBasic, kExtended, kExtended1, kTiles, kPalette1}) {
+  for (const CpuLeaf& leaf : {kBasic, kExtended, kExtended1, kTiles, kPalette1}) {
     CpuRegisters r;
     if (__get_cpuid_count(leaf.first, leaf.second, &r[kEax], &r[kEbx], &r[kEcx], &r[kEdx])) leaves[leaf] = r;
   }
