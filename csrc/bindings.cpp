@@ -1,5 +1,6 @@
 // Python's view of the kernels: addresses and sizes in, GIL released, exceptions translated. Tensors are checked in
 // ktft/ops.py.
+#include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -145,6 +146,13 @@ PYBIND11_MODULE(_C, m) {
       "cpu_features", [](bool ask_for_tiles) { return features_dict(detect_cpu(ask_for_tiles)); }, py::arg("ask_for_tiles"),
       "CPU features that matter here, as this process may use them; tile registers only if it asks.");
   m.def(
+      "features_of",
+      [](const CpuLeaves& leaves, uint64_t xcr0, const std::function<bool()>& ask_for_tiles) {
+        return features_dict(features_of(leaves, xcr0, ask_for_tiles));
+      },
+      py::arg("leaves"), py::arg("xcr0"), py::arg("ask_for_tiles"),
+      "The same of a made-up machine, from its CPUID leaves ({(leaf, subleaf): (eax, ebx, ecx, edx)}), XCR0 and permission.");
+  m.def(
       "isa_levels",
       [](const py::dict& features) {
         const CpuFeatures f = features_from(features);
@@ -155,4 +163,5 @@ PYBIND11_MODULE(_C, m) {
       py::arg("features"), "Every level, lowest first, with the features it lacks here (empty: it may run).");
   m.attr("MAX_ADAPTERS") = kMaxAdapters;
   m.attr("COMPILER") = __VERSION__;
+  m.attr("BUILD_FLAGS") = KTFT_BUILD_FLAGS;
 }

@@ -10,13 +10,40 @@ namespace ktft {
 
 namespace {
 
-// Of palette 1 (CPUID leaf 1Dh): 8 tiles of 1024 bytes, 16 rows of 64 bytes.
-bool has_usual_palette() {
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(0x1d, 0, &a, &b, &c, &d) || a < 1) return false;  // a: the highest palette
-  if (!__get_cpuid_count(0x1d, 1, &a, &b, &c, &d)) return false;
+constexpr CpuLeaf kBasic{1, 0}, kExtended{7, 0}, kExtended1{7, 1}, kTiles{0x1d, 0}, kPalette1{0x1d, 1};
+enum Register { kEax, kEbx, kEcx, kEdx };
+constexpr unsigned kOsXsave = 27;  // of leaf 1, ECX: XGETBV exists and XCR0 says what is saved
+
+unsigned bit(uint64_t value, unsigned n) { return value >> n & 1; }
+
+CpuRegisters registers(const CpuLeaves& leaves, CpuLeaf leaf) {
+  const auto found = leaves.find(leaf);
+  return found == leaves.end() ? CpuRegisters{} : found->second;
+}
+
+// Of palette 1: 8 tiles of 1024 bytes, 16 rows of 64 bytes.
+bool has_usual_palette(const CpuLeaves& leaves) {
+  if (registers(leaves, kTiles)[kEax] < 1) return false;  // the highest palette
+  const auto [a, b, c, d] = registers(leaves, kPalette1);
   const unsigned total_bytes = a & 0xffff, tile_bytes = a >> 16, row_bytes = b & 0xffff, tiles = b >> 16, rows = c & 0xffff;
   return total_bytes == 8192 && tile_bytes == 1024 && row_bytes == 64 && tiles == 8 && rows == 16;
+}
+
+// What CPUID answers; leaves above the highest are left out.
+CpuLeaves read_leaves() {
+  CpuLeaves leaves;
+  for (const CpuLeaf& leaf : {kBasic, kExtended, kExtended1, kTiles, kPalette1}) {
+    CpuRegisters r;
+    if (__get_cpuid_count(leaf.first, leaf.second, &r[kEax], &r[kEbx], &r[kEcx], &r[kEdx])) leaves[leaf] = r;
+  }
+  return leaves;
+}
+
+uint64_t read_xcr0(const CpuLeaves& leaves) {
+  if (!bit(registers(leaves, kBasic)[kEcx], kOsXsave)) return 0;
+  unsigned low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return uint64_t(high) << 32 | low;
 }
 
 // Holds for all threads of the process, and for children until they exec. Asking again changes nothing.
@@ -27,33 +54,32 @@ bool ask_for_tile_registers() {
 
 }  // namespace
 
-CpuFeatures detect_cpu(bool ask_for_tiles) {
+CpuFeatures features_of(const CpuLeaves& leaves, uint64_t xcr0, const std::function<bool()>& ask_for_tiles) {
   CpuFeatures f;
-  unsigned a, b, c, d;
-  if (!__get_cpuid(1, &a, &b, &c, &d)) return f;
-  f.fma = c >> 12 & 1;
-  f.f16c = c >> 29 & 1;
-  if (c >> 27 & 1) {  // OSXSAVE: XGETBV exists
-    unsigned low, high;
-    __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-    f.os_ymm = (low & 0x6) == 0x6;    // SSE and AVX state
-    f.os_zmm = (low & 0xe6) == 0xe6;  // and opmask, upper ZMM, ZMM16-31
-    f.os_amx = (low >> 17 & 3) == 3;  // tile configuration and data
+  const CpuRegisters basic = registers(leaves, kBasic), extended = registers(leaves, kExtended);
+  f.fma = bit(basic[kEcx], 12);
+  f.f16c = bit(basic[kEcx], 29);
+  if (bit(basic[kEcx], kOsXsave)) {
+    f.os_ymm = (xcr0 & 0x6) == 0x6;    // SSE and AVX state
+    f.os_zmm = (xcr0 & 0xe6) == 0xe6;  // and opmask, upper ZMM, ZMM16-31
+    f.os_amx = (xcr0 >> 17 & 3) == 3;  // tile configuration and data
   }
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
-    const unsigned subleaves = a;
-    f.avx2 = b >> 5 & 1;
-    f.avx512f = b >> 16 & 1;
-    f.avx512dq = b >> 17 & 1;
-    f.avx512bw = b >> 30 & 1;
-    f.avx512vl = b >> 31 & 1;
-    f.amx_bf16 = d >> 22 & 1;
-    f.amx_tile = d >> 24 & 1;
-    if (subleaves >= 1 && __get_cpuid_count(7, 1, &a, &b, &c, &d)) f.avx512_bf16 = a >> 5 & 1;
-  }
-  f.amx_palette = f.amx_tile && has_usual_palette();
-  if (ask_for_tiles && f.amx_tile && f.amx_bf16 && f.os_amx && f.amx_palette) f.amx_permission = ask_for_tile_registers();
+  f.avx2 = bit(extended[kEbx], 5);
+  f.avx512f = bit(extended[kEbx], 16);
+  f.avx512dq = bit(extended[kEbx], 17);
+  f.avx512bw = bit(extended[kEbx], 30);
+  f.avx512vl = bit(extended[kEbx], 31);
+  f.amx_bf16 = bit(extended[kEdx], 22);
+  f.amx_tile = bit(extended[kEdx], 24);
+  if (extended[kEax] >= 1) f.avx512_bf16 = bit(registers(leaves, kExtended1)[kEax], 5);  // EAX: the last subleaf
+  f.amx_palette = f.amx_tile && has_usual_palette(leaves);
+  if (f.amx_tile && f.amx_bf16 && f.os_amx && f.amx_palette) f.amx_permission = ask_for_tiles();
   return f;
+}
+
+CpuFeatures detect_cpu(bool ask_for_tiles) {
+  const CpuLeaves leaves = read_leaves();
+  return features_of(leaves, read_xcr0(leaves), [=] { return ask_for_tiles && ask_for_tile_registers(); });
 }
 
 const char* isa_name(Isa isa) {

@@ -1,6 +1,11 @@
 // Which CPU features this process may use, and which kernels follow from them.
 #pragma once
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <map>
 #include <string>
+#include <utility>
 
 #include "kernels/table.h"
 
@@ -21,8 +26,16 @@ struct CpuFeatures {
   bool amx_permission = false;  // Linux lets this process use tile registers
 };
 
-// Linux gives tile registers to processes that ask. That enlarges signal frames, so who has no use for them should not ask;
-// without ask_for_tiles, or on a machine without AMX, amx_permission stays false.
+using CpuLeaf = std::pair<uint32_t, uint32_t>;      // CPUID's EAX and ECX
+using CpuRegisters = std::array<uint32_t, 4>;       // its answer: EAX, EBX, ECX, EDX
+using CpuLeaves = std::map<CpuLeaf, CpuRegisters>;  // leaves that are not there answer zeros
+
+// What follows from CPUID's leaves, XCR0 (ignored where CPUID does not say that there is one) and the answer to the request for
+// tile registers, which is made only where nothing else stands against them. Reads nothing of this machine.
+CpuFeatures features_of(const CpuLeaves& leaves, uint64_t xcr0, const std::function<bool()>& ask_for_tiles);
+
+// Those of this machine. Linux gives tile registers to processes that ask. That enlarges signal frames, so who has no use for
+// them should not ask; without ask_for_tiles, or on a machine without AMX, amx_permission stays false.
 CpuFeatures detect_cpu(bool ask_for_tiles);
 const char* isa_name(Isa isa);
 // Empty if `isa` may run with these features, else what is missing, e.g. "avx512_bf16". What can only be known, or asked for,

@@ -1,7 +1,8 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 MAX_ADAPTERS: int
 COMPILER: str
+BUILD_FLAGS: str
 
 class LayerCall:
     def __init__(
@@ -31,4 +32,7 @@ def backward(
     call: LayerCall, grad_out: int, saved: int, d_x: int, d_top_k_weights: int, d_factors: Sequence[int]
 ) -> None: ...
 def cpu_features(ask_for_tiles: bool) -> dict[str, bool]: ...
+def features_of(
+    leaves: Mapping[tuple[int, int], tuple[int, int, int, int]], xcr0: int, ask_for_tiles: Callable[[], bool]
+) -> dict[str, bool]: ...
 def isa_levels(features: dict[str, bool]) -> list[tuple[str, str]]: ...

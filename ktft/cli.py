@@ -242,7 +242,7 @@ def _add_bench(bench: argparse.ArgumentParser, common: argparse.ArgumentParser) 
         "--steps", metavar="N", type=_positive, default=3, help="timed steps of a process (default %(default)s)"
     )
     train.add_argument(
-        "--rounds", metavar="N", type=_positive, default=1, help="processes of each side (default %(default)s)"
+        "--rounds", metavar="N", type=_positive, default=3, help="processes of a side, in turns (default %(default)s)"
     )
 
     decode = add("decode", "reading a prompt and writing an answer, tokens a second")

@@ -126,7 +126,7 @@ def cpu_report() -> dict[str, Any]:
         "chosen": _isa,
         "reason": _isa_reason,
         "threads": num_threads(),
-        "build": {"compiler": f"g++ {_C.COMPILER}", "extension": _C.__file__},
+        "build": {"compiler": f"g++ {_C.COMPILER}", "flags": _C.BUILD_FLAGS, "extension": _C.__file__},
     }
 
 

@@ -105,8 +105,22 @@ def _about(machines: Sequence[Record], records: Sequence[Record]) -> str:
         f"{_span(r['peak_fp32_gflops'] for r in rated)} in fp32 (2048³ products) and read "
         f"{_span(r['read_gbs'] for r in rated)} GB/s. {versions}; measured {' to '.join(_ends(dates))}"
         + (f", commit {', '.join(commits)}" if commits else "")
-        + ". Medians; the sides take turns."
+        + f".{_repetitions(records)}"
     )
+
+
+def _repetitions(records: Sequence[Record]) -> str:
+    """How figures came from repetitions; nothing is said of what was measured once."""
+    timed = [record for record in records if record["record"] in ("experts", "train")]
+    decoded = [record for record in records if record["record"] == "decode"]
+    once = [record for record in timed if record["rounds"] < 2]
+    parts = []
+    if len(once) < len(timed):
+        but = {"experts": " (experts: one round)", "train": " (training steps: one process a side)"}
+        parts.append("Medians" + "".join(sorted({but[record["record"]] for record in once})))
+    if decoded and all(record["repetitions"] > 1 for record in decoded):
+        parts.append("decode: means ± standard deviations" if parts else "Means ± standard deviations")
+    return f" {', '.join(parts)}; the sides take turns." if parts else ""
 
 
 def _paragraph(text: str) -> str:

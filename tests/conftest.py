@@ -26,18 +26,34 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 @pytest.fixture(scope="session")
-def kernel_objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The object file of each ISA level, twins for tests included."""
-    from ktft import ops
-
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where every object of the extension but bindings.cpp's lies, compiled with flags that the baseline takes back."""
     for tool in ("cmake", "objdump", "nm"):
         assert shutil.which(tool), f"{tool} is needed to compile and disassemble the kernels"
     build, source = tmp_path_factory.mktemp("kernels"), Path(__file__).parent.parent / "csrc"
-    configure = ["cmake", "-S", source, "-B", build, "-DKTFT_KERNELS_ONLY=ON", "-DCMAKE_BUILD_TYPE=Release"]
-    subprocess.run(configure, check=True, capture_output=True, timeout=120)
+    configure = ["cmake", "-S", source, "-B", build, "-DKTFT_OBJECTS_ONLY=ON", "-DCMAKE_BUILD_TYPE=Release"]
+    unwanted = {**os.environ, "CXXFLAGS": "-march=native -ffast-math"}
+    subprocess.run(configure, check=True, capture_output=True, timeout=120, env=unwanted)
     subprocess.run(["cmake", "--build", build, "-j2"], check=True, capture_output=True, timeout=300)
-    found = {path.name.split(".")[0].replace("_", "-"): path for path in build.rglob("*.cpp.o")}
+    return build
+
+
+@pytest.fixture(scope="session")
+def kernel_objects(objects: Path) -> dict[str, Path]:
+    """The object file of each ISA level, twins for tests included."""
+    from ktft import ops
+
+    found = {path.name.split(".")[0].replace("_", "-"): path for path in objects.rglob("kernels/*.cpp.o")}
     assert set(found) == {*ops.isa_levels(), *ops.TEST_LEVELS}
+    return found
+
+
+@pytest.fixture(scope="session")
+def other_objects(objects: Path) -> dict[str, Path]:
+    """The object file of every other source but the bindings'."""
+    found = {path.name.split(".")[0]: path for path in objects.rglob("others.dir/*.cpp.o")}
+    sources = {path.stem for path in (Path(__file__).parent.parent / "csrc").glob("*.cpp")}
+    assert set(found) == sources - {"bindings"}
     return found
 
 

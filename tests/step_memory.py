@@ -21,7 +21,7 @@ from ktft.weights import ExpertWeights, lora_shapes
 
 @dataclass(frozen=True)
 class Step:
-    """One layer and how it is called; rank 0: no LoRA."""
+    """One layer and how it is called; rank 0: no LoRA. ``per_token``: adapter_ids that use every adapter, and none."""
 
     tokens: tuple[int, ...]
     experts: int
@@ -34,6 +34,9 @@ class Step:
     dtype: str
     threads: int
     isa: str
+    adapters: int = 1
+    per_token: bool = False
+    transposed: bool = False
 
     @property
     def compute(self) -> torch.dtype:
@@ -42,9 +45,12 @@ class Step:
 
 def measure(step: Step) -> list[dict[str, int]]:
     shapes = lora_shapes(step.experts, step.hidden, step.intermediate, step.rank) if step.rank else []
+    shapes = shapes * step.adapters
     lora = [torch.full(size, 0.01, requires_grad=True) for size in shapes]
     up = torch.full((step.experts, step.intermediate, step.hidden), 0.01, dtype=torch.bfloat16)
-    weights = ExpertWeights.from_tensors(up, up, up.transpose(1, 2).contiguous())
+    down = up.transpose(1, 2).contiguous()
+    matrices = (down, down, up) if step.transposed else (up, up, down)
+    weights = ExpertWeights.from_tensors(*matrices, transposed=step.transposed)
 
     def inputs(tokens: int) -> tuple[torch.Tensor, ...]:
         x = torch.full((tokens, step.hidden), 0.5, dtype=step.compute, requires_grad=True)
@@ -53,9 +59,10 @@ def measure(step: Step) -> list[dict[str, int]]:
         return x, index, route_weights, torch.full_like(x, 0.5, requires_grad=False)
 
     def forward_backward(x: torch.Tensor, index: torch.Tensor, route_weights: torch.Tensor, grad: torch.Tensor) -> None:
+        ids = torch.arange(x.shape[0]) % (step.adapters + 1) - 1 if step.per_token else None
         out = ops.moe_experts(
-            x, index, route_weights, weights, lora=lora, scaling=[2.0] if lora else [], dropout_p=step.dropout,
-            dropout_seed=1, save=step.save,
+            x, index, route_weights, weights, lora=lora, scaling=[2.0] * (len(lora) // 6), adapter_ids=ids,
+            dropout_p=step.dropout, dropout_seed=1, save=step.save,
         )  # fmt: skip
         torch.autograd.grad(out, [x, route_weights, *lora], grad)
 

@@ -304,9 +304,10 @@ def test_memory_is_seen_and_mapped_pages_are_told_apart(tmp_path: Path) -> None:
 
 def test_train(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--hidden 128 --intermediate 64 --experts 8 --topk 2 --layers 1 --vocab 256".split()
-    work = "--tokens 24 --steps 1 --lora-rank 2 --lora experts --vs hf".split()
+    work = "--tokens 24 --steps 1 --rounds 1 --lora-rank 2 --lora experts --vs hf --isa scalar --threads 1".split()
     lines = command("train", *sizes, *work, capsys=capsys)
     assert [line["record"] for line in lines] == ["machine", "train", "train", "train_ratio", "end"]
+    assert [lines[0][name] for name in ("isa", "threads", "torch_threads")] == ["scalar", 1, 1]
     ours, theirs = of(lines, "train")
     assert (ours["side"], theirs["side"]) == ("ktft", "hf")
     for line in (ours, theirs):
@@ -330,7 +331,9 @@ def test_train(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_train_takes_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny_checkpoint("mixtral", tmp_path) / "config.json"
-    lines = command("train", "--config", str(config), *"--layers 1 --tokens 9 --steps 1".split(), capsys=capsys)
+    lines = command(
+        "train", "--config", str(config), *"--layers 1 --tokens 9 --steps 1 --rounds 1".split(), capsys=capsys
+    )
     (line,) = of(lines, "train")
     assert line["model"] == "mixtral" and line["layers"] == 1 and line["lora"] == "experts"
 

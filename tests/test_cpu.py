@@ -110,6 +110,74 @@ def test_the_twin_is_for_tests_only() -> None:
         ops.choose_isa("neon")
 
 
+# A machine with AMX as CPUID describes it: (leaf, subleaf) -> EAX, EBX, ECX, EDX. Palette 1 has 8 tiles of 1024 bytes,
+# 16 rows of 64; XCR0 saves SSE, AVX, opmasks, both parts of ZMM, and the tiles' configuration (bit 17) and data (18).
+Leaves = dict[tuple[int, int], tuple[int, int, int, int]]
+LEAVES: Leaves = {
+    (1, 0): (0, 0, 1 << 12 | 1 << 27 | 1 << 29, 0),
+    (7, 0): (1, 1 << 5 | 1 << 16 | 1 << 17 | 1 << 30 | 1 << 31, 0, 1 << 22 | 1 << 24),
+    (7, 1): (1 << 5, 0, 0, 0),
+    (0x1D, 0): (1, 0, 0, 0),
+    (0x1D, 1): (1024 << 16 | 8192, 8 << 16 | 64, 16, 0),
+}
+XCR0 = 0xE7 | 3 << 17
+REGISTERS = {"os_ymm", "os_zmm", "os_amx", "amx_permission"}
+
+
+def without(leaf: tuple[int, int], register: int, bit: int) -> Leaves:
+    values = list(LEAVES[leaf])
+    assert values[register] >> bit & 1
+    values[register] ^= 1 << bit
+    return {**LEAVES, leaf: (values[0], values[1], values[2], values[3])}
+
+
+def palette(total: int = 8192, tile: int = 1024, row: int = 64, tiles: int = 8, rows: int = 16) -> Leaves:
+    return {**LEAVES, (0x1D, 1): (tile << 16 | total, tiles << 16 | row, rows, 0)}
+
+
+@pytest.mark.parametrize(
+    ("leaves", "xcr0", "absent"),
+    [
+        (LEAVES, XCR0, set()),
+        ({}, XCR0, set(AMX)),
+        (without((1, 0), 2, 27), XCR0, REGISTERS),  # no XSAVE: XCR0 is not there to be read
+        (LEAVES, 0xE7, {"os_amx", "amx_permission"}),
+        (LEAVES, 0xE7 | 1 << 17, {"os_amx", "amx_permission"}),  # the configuration is saved, the tiles are not
+        (LEAVES, 0xE7 | 1 << 18, {"os_amx", "amx_permission"}),
+        *((LEAVES, XCR0 & ~(1 << bit), {"os_ymm", "os_zmm"}) for bit in (1, 2)),
+        *((LEAVES, XCR0 & ~(1 << bit), {"os_zmm"}) for bit in (5, 6, 7)),
+        ({**LEAVES, (0x1D, 0): (0, 0, 0, 0)}, XCR0, {"amx_palette", "amx_permission"}),  # palettes end before 1
+        *(
+            (wrong, XCR0, {"amx_palette", "amx_permission"})
+            for wrong in (palette(total=4096), palette(tile=512), palette(row=32), palette(tiles=4), palette(rows=8))
+        ),
+        ({leaf: LEAVES[leaf] for leaf in LEAVES if leaf[0] != 0x1D}, XCR0, {"amx_palette", "amx_permission"}),
+        (without((7, 0), 3, 24), XCR0, {"amx_tile", "amx_palette", "amx_permission"}),
+        (without((7, 0), 3, 22), XCR0, {"amx_bf16", "amx_permission"}),
+        # leaf 7 ends at subleaf 0, whatever a CPU answers for the next
+        ({**LEAVES, (7, 0): (0, *LEAVES[7, 0][1:])}, XCR0, {"avx512_bf16"}),
+        (without((7, 1), 0, 5), XCR0, {"avx512_bf16"}),
+        (without((1, 0), 2, 12), XCR0, {"fma"}),
+        (without((1, 0), 2, 29), XCR0, {"f16c"}),
+        *(
+            (without((7, 0), 1, bit), XCR0, {name})
+            for bit, name in ((5, "avx2"), (16, "avx512f"), (17, "avx512dq"), (30, "avx512bw"), (31, "avx512vl"))
+        ),
+    ],
+)
+def test_features_follow_from_the_cpus_answers(leaves: Leaves, xcr0: int, absent: set[str]) -> None:
+    """On made-up machines. Permission is asked for only where nothing else stands against tiles."""
+    asked: list[bool] = []
+    found = ops._C.features_of(leaves, xcr0, lambda: not asked.append(True))
+    assert {name for name, present in found.items() if not present} == absent and set(found) == set(AMX)
+    assert len(asked) == (not absent & set(AMX_NAMES))
+
+
+def test_a_refused_permission_is_amx_permission_alone() -> None:
+    found = ops._C.features_of(LEAVES, XCR0, lambda: False)
+    assert found == {**AMX, "amx_permission": False}
+
+
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -170,6 +238,13 @@ ABOVE = {
 }
 
 
+def strays(path: Path, above: str) -> list[str]:
+    """The instructions of an object that match."""
+    code, pattern = disassembled(path), re.compile(above)
+    assert "ret" in code
+    return [line.strip() for line in code.splitlines() if "\t" in line and pattern.search(line)]
+
+
 def disassembled(path: Path) -> str:
     command = ["objdump", "-d", "--no-show-raw-insn", path]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -177,10 +252,15 @@ def disassembled(path: Path) -> str:
 
 @pytest.mark.parametrize("level", ABOVE)
 def test_no_higher_instructions_in_lower_objects(kernel_objects: dict[str, Path], level: str) -> None:
-    code, above = disassembled(kernel_objects[level]), re.compile(ABOVE[level])
-    assert "ret" in code
-    strays = [line.strip() for line in code.splitlines() if "\t" in line and above.search(line)]
-    assert not strays, strays[:5]
+    found = strays(kernel_objects[level], ABOVE[level])
+    assert not found, found[:5]
+
+
+def test_no_vectors_in_what_runs_before_the_choice(other_objects: dict[str, Path]) -> None:
+    """What is no kernel runs on every machine: plain x86-64, whatever flags the builder has set."""
+    for name, path in other_objects.items():
+        found = strays(path, ABOVE["scalar"])
+        assert not found, (name, found[:5])
 
 
 def test_the_top_objects_use_their_instructions(kernel_objects: dict[str, Path]) -> None:

@@ -45,8 +45,16 @@ def scratch_bytes(step: Step, tokens: int) -> float:
     if step.dropout and r:
         worker += (768 + 4 * group) * wide
     recompute = 0 if step.save else 2 * i * element
-    forward = row(h) + row(i) + 12 * (r + words(r))
-    backward = (2 if r or not step.save else 1) * row(h) + 3 * row(i) + recompute + 8 * (4 * r + 3 * words(r))
+    # the level amx: x and h in forward, x where it is recomputed; for transposed files dY, d gate and d up instead
+    forward_copies = backward_copies = 0
+    if step.isa.startswith("amx") and bf16:
+        forward_copies = 0 if step.transposed else 4 * (words(h) + words(i))
+        recomputed = 0 if step.save else 4 * words(h)
+        backward_copies = 4 * (words(h) + 2 * words(i)) if step.transposed else recomputed
+    low_rank = step.adapters * r, step.adapters * words(r)
+    forward = row(h) + row(i) + 12 * (low_rank[0] + low_rank[1]) + forward_copies
+    backward = (2 if r or not step.save else 1) * row(h) + 3 * row(i) + recompute + backward_copies
+    backward += 8 * (4 * low_rank[0] + 3 * low_rank[1])
     rows = [min(tokens * step.top_k, max(256, 4 * MIB * step.threads // b)) for b in (forward, backward)]
     wave = max(rows[0] * forward, rows[1] * (backward + 4 * math.ceil(i / 64)))
     return step.threads * worker + wave + (4 * tokens * h if bf16 else 0) + 16 * tokens * step.top_k
@@ -60,8 +68,22 @@ def scratch_bytes(step: Step, tokens: int) -> float:
         replace(STEP, rank=0, threads=4),
         replace(STEP, dtype="fp32", dropout=0.1),
         replace(STEP, isa="avx2" if "avx2" in ops.cpu_report()["levels"] else "scalar"),
+        replace(STEP, adapters=3, per_token=True),
+        replace(STEP, transposed=True),
+        replace(STEP, tokens=(512, 2048), isa="amx-soft"),
+        replace(STEP, tokens=(512, 2048), isa="amx-soft", transposed=True, save=False),
     ],
-    ids=["bf16", "recomputed, 1 thread", "no LoRA, 4 threads", "fp32, dropout", "words of one bf16"],
+    ids=[
+        "bf16",
+        "recomputed, 1 thread",
+        "no LoRA, 4 threads",
+        "fp32, dropout",
+        "words of one bf16",
+        "adapter of each token",
+        "transposed",
+        "amx",
+        "amx, transposed, recomputed",
+    ],
 )
 def test_scratch_is_as_documented(step: Step) -> None:
     ran = subprocess.run(

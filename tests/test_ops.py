@@ -116,6 +116,22 @@ def test_retain_and_recompute_give_the_same_bits(isa: str, dtype: torch.dtype) -
             assert_same_bits(run(inputs, weights, save=False), run(inputs, weights, save=True))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+def test_what_is_kept_for_backward(dtype: torch.dtype) -> None:
+    """Gate and up of every route, or nothing; nothing either where no gradient is wanted."""
+    inputs = CASES["plain"].build(dtype)
+    weights = weights_of(inputs)
+    case, x = inputs.case, inputs.x.clone().requires_grad_()
+    for save, shape in ((True, (case.tokens * case.top_k, 2, case.intermediate)), (False, (0,))):
+        out = ops.moe_experts(x, inputs.index, inputs.route_weights, weights, save=save)
+        saved = out.grad_fn.saved_tensors[0]  # type: ignore[union-attr]
+        assert saved.shape == shape and saved.dtype == dtype and (saved.numel() == 0) != save
+    for save in (True, False):
+        arguments = (inputs.x, inputs.index, inputs.route_weights, weights.id, [], [], None, 0.0, 0, save)
+        _, saved = torch.ops.ktft.moe_experts(*arguments)
+        assert (saved.numel() == 0) != save
+
+
 @pytest.mark.parametrize("isa", LEVELS)
 def test_waves_do_not_change_bits(isa: str) -> None:
     """A call that needs several waves (more rows than scratch holds at one thread) equals the same call in fewer,

@@ -102,6 +102,19 @@ def test_ci_runs_the_sanitizers_on_mondays(
     assert ("end" in result.stdout) == (status == 0)
 
 
+def test_ci_says_that_emulated_tests_are_skipped(tmp_path: Path) -> None:
+    found = re.search(r"^command -v qemu-x86_64.*\n.*$", (ROOT / ".ci" / "run").read_text(), re.M)
+    assert found
+    for there in (False, True):
+        if there:
+            (tmp_path / "qemu-x86_64").write_text("#!/bin/sh\n")
+            (tmp_path / "qemu-x86_64").chmod(0o755)
+        command = ["/bin/bash", "-euo", "pipefail", "-c", found[0] + "\necho end"]
+        result = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+        assert result.returncode == 0 and result.stdout.endswith("end\n"), result.stderr
+        assert ("qemu-x86_64 is missing" in result.stdout) != there
+
+
 def test_a_machine_without_a_sanitizer_is_named(tmp_path: Path) -> None:
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\necho cannot find -lasan >&2\nexit 1\n")

@@ -23,16 +23,17 @@ EXPERTS: dict[str, Any] = {
     "routing": "uniform", "tokens": 16, "rows_per_expert": 1.5625, "fwd_ms": 12.345, "fwd_peak_fraction": 0.126,
     "fwd_bandwidth_fraction": 0.751, "fwd_bwd_ms": 1234.5, "fwd_bwd_peak_fraction": 0.2, "lora_rank": 8,
     "peak_dtype": "bf16", "peak_bf16_gflops": 433.0, "peak_fp32_gflops": 210.0, "read_gbs": 28.0,
-    "hf_fwd_ms": 24.69, "hf_fwd_ratio": 2.0, "hf_fwd_bwd_ms": 2469.0, "hf_fwd_bwd_ratio": 1.999,
+    "hf_fwd_ms": 24.69, "hf_fwd_ratio": 2.0, "hf_fwd_bwd_ms": 2469.0, "hf_fwd_bwd_ratio": 1.999, "rounds": 7,
 }  # fmt: skip
 TRAIN: dict[str, Any] = {
     "record": "train", "side": "ktft", "model": "qwen3_moe", "layers": 4, "hidden": 2048, "intermediate": 768,
     "experts": 128, "topk": 8, "tokens": 1024, "lora": "experts", "lora_rank": 8, "tok_s": 313.2, "peak_rss_gb": 5.21,
-    "peak_anon_gb": 1.5,
+    "peak_anon_gb": 1.5, "rounds": 3,
 }  # fmt: skip
 DECODE: dict[str, Any] = {
     "record": "decode", "model": "/models/tiny", "side": "hf", "adapter": True, "prompt_tokens": 512, "new_tokens": 128,
     "prefill_tok_s": 260.4, "prefill_tok_s_sd": 5.0, "decode_tok_s": 34.06, "decode_tok_s_sd": 0.512,
+    "repetitions": 5,
 }  # fmt: skip
 
 
@@ -69,7 +70,8 @@ def test_the_section_holds_machine_date_and_figures(script: ModuleType, tmp_path
     assert text.endswith("\n<!-- /performance -->\n\nThe end.\n") and "old" not in text
     flat = " ".join(text.split())
     assert "400–433 GFLOP/s in bf16 and 200–210 in fp32 (2048³ products) and read 28–30 GB/s" in flat
-    assert "torch 2.9.0; measured 2026-01-02 to 2026-01-03, commit abc." in flat
+    how = "Medians, decode: means ± standard deviations; the sides take turns."
+    assert f"torch 2.9.0; measured 2026-01-02 to 2026-01-03, commit abc. {how}" in flat
     for row in (
         "| 4-layer qwen3_moe, hidden 2048, intermediate 768, 128 experts, top 8; 1024 tokens, LoRA r = 8 on attention "
         "and experts | 313 tokens/s | 78.3 tokens/s | 4.00 |",
@@ -81,6 +83,20 @@ def test_the_section_holds_machine_date_and_figures(script: ModuleType, tmp_path
         assert row in text
     assert text.count("| tokens | rows per expert |") == 1
     assert max(len(line) for line in text.splitlines() if not line.startswith("|")) <= 130
+
+
+def test_only_what_was_repeated_is_said_to_be(script: ModuleType) -> None:
+    once, single = TRAIN | {"rounds": 1}, DECODE | {"repetitions": 1}
+    for records, expected in (
+        ([EXPERTS, TRAIN], " Medians; the sides take turns."),
+        ([EXPERTS, once], " Medians (training steps: one process a side); the sides take turns."),
+        ([EXPERTS | {"rounds": 1}, TRAIN], " Medians (experts: one round); the sides take turns."),
+        ([once], ""),
+        ([once, DECODE], " Means ± standard deviations; the sides take turns."),
+        ([single], ""),
+        ([TRAIN, single], " Medians; the sides take turns."),
+    ):
+        assert script._repetitions(records) == expected
 
 
 def test_sides_that_were_not_measured_stay_empty(script: ModuleType, tmp_path: Path) -> None:

@@ -6,12 +6,18 @@
 Decoding is transformers' ``generate``, as in ``ktft chat``, for every side: ktft, ktft with the adapter, and with
 ``--vs hf`` the stock model (in PEFT if there is an adapter) with the faster of its implementations. Sides take turns
 within a repetition; figures are means and standard deviations over the repetitions after a warm-up. All sides are in
-this process, so with ``--vs hf`` the weights are in memory twice.
+this process, so with ``--vs hf`` the weights are in memory twice. Before anything is timed the logits after the prompt
+must be those of the stock model, with the adapter and without (:func:`check_logits`): figures of different computations
+are not compared.
 
 Fields of a ``decode`` record: ``side``, ``adapter``, ``prefill_tok_s``, ``decode_tok_s`` and their ``_sd``;
 ``bytes_per_token`` (weights a decoded token must read: k experts a layer and all else but the input embedding),
 ``decode_bandwidth_fraction`` (bytes_per_token * decode_tok_s / read_gbs: the weights' share of what memory delivers),
-``tokens_as_ktft`` (how many of the decoded tokens, from the first, are those of ktft with the same adapter setting).
+``tokens_as_ktft`` (how many of the decoded tokens, from the first, are those of ktft with the same adapter setting),
+``logits_difference`` (of a stock side, as :func:`check_logits` measures it); ``prefill_s_all``, ``decode_s_all``
+(seconds of every repetition), ``warm_up_repetitions``; ``sampling``, ``ignore_eos``, ``seed_prompt``; ``adapter_path``,
+``adapter_rank``, ``adapter_targets`` where the adapter is on; ``config_sha256`` of the model's ``config.json``;
+``peak_rss_gb``, and with a GPU ``peak_vram_gb`` (1e9 bytes; of this process since its start, with all its sides).
 """
 
 from __future__ import annotations
@@ -33,7 +39,8 @@ from transformers.utils import logging
 
 import ktft
 from ktft import ops
-from ktft.bench.machine import Probe, Samples, describe, load_average
+from ktft.bench.machine import Probe, Samples, config_sha256, describe, load_average
+from ktft.bench.memory import resident
 from ktft.bench.report import Report
 from ktft.bench.settings import check_isa, tidy, torch_threads
 from ktft.chat import Sampling
@@ -41,6 +48,17 @@ from ktft.experts import CpuExperts
 from ktft.weights import CODED, PLAIN
 
 IMPLEMENTATIONS = ("grouped_mm", "eager")
+PROMPT_SEED = 0
+WARM_UP = 2
+"""Prefills and decodes of every implementation in :func:`_warm_up`; the first decode is of two tokens."""
+
+LOGITS_TOLERANCE = {torch.float32: 1e-3}
+HALF_TOLERANCE = 0.1
+"""How far logits may lie from the stock model's, as :func:`check_logits` measures it: in fp32, and in 16 bits.
+
+A rounding to bf16 is off by 2**-9 of the value, root mean square; some 8 of a layer on either side add up like a random
+walk, to 2**-9 * sqrt(16 * 94) = 0.076 over the 94 layers of the deepest model in view (Qwen3-235B). A router's choice
+that turns on them comes on top. Unrelated logits are 1.4 apart."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +132,11 @@ def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
         report.emit(describe(samples))
         sides = _load(settings)
         vocabulary = int(sides[0].model.get_input_embeddings().num_embeddings)
-        prompt = torch.randint(0, vocabulary, (1, settings.prompt), generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(PROMPT_SEED)
+        prompt = torch.randint(0, vocabulary, (1, settings.prompt), generator=generator)
         prompt = prompt.to(sides[0].model.device)
         texts = [_warm_up(side, prompt, settings.new) for side in sides]
+        differences = check_logits(sides, prompt)
         times: list[tuple[list[float], list[float]]] = [([], []) for _ in sides]
         for turn in range(settings.repeat):
             samples.take()
@@ -129,6 +149,16 @@ def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
                     side.use(side.implementations[1])
                     writes.append(_seconds(lambda side=side: decode(side.model, prompt[:, :1], settings.new)))  # type: ignore[misc]
         rates = {name: tidy(value) for name, value in samples.medians().items()}
+        about = {
+            "warm_up_repetitions": WARM_UP,
+            "sampling": "greedy",
+            "ignore_eos": True,
+            "seed_prompt": PROMPT_SEED,
+            "config_sha256": config_sha256(os.path.expanduser(settings.model)),
+            "peak_rss_gb": tidy(resident().peak / 1e9),
+        }
+        if torch.cuda.is_available():
+            about["peak_vram_gb"] = tidy(torch.cuda.max_memory_allocated() / 1e9)
         size = bytes_per_token(sides[0].model)
         for index, side in enumerate(sides):
             ours = next(text for other, text in zip(sides, texts, strict=True) if other.adapter == side.adapter)
@@ -143,6 +173,9 @@ def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
                     "implementation": "/".join(dict.fromkeys(side.implementations)),
                     **figures(times[index], settings, size, rates["read_gbs"]),
                     "tokens_as_ktft": _common(texts[index], ours),
+                    **({"logits_difference": tidy(differences[index])} if index in differences else {}),
+                    **(_adapter(side.model, settings) if side.adapter else {}),
+                    **about,
                     **rates,
                 }
             )
@@ -158,9 +191,54 @@ def figures(
         rates = [count / value for value in seconds]
         out[f"{name}_tok_s"] = tidy(statistics.mean(rates))
         out[f"{name}_tok_s_sd"] = tidy(statistics.stdev(rates) if len(rates) > 1 else 0.0)
+        out[f"{name}_s_all"] = [tidy(value) for value in seconds]
     out["bytes_per_token"] = bytes_a_token
     out["decode_bandwidth_fraction"] = tidy(bytes_a_token * out["decode_tok_s"] / 1e9 / read_gbs)
     return out
+
+
+def check_logits(sides: Sequence[Side], prompt: torch.Tensor) -> dict[int, float]:
+    """Compare every stock side's logits after ``prompt`` with ktft's at the same adapter setting.
+
+    The measure is the difference's root mean square over that of the stock logits about their mean; of a side's
+    implementations, the greater.
+
+    Args:
+        sides: ktft's and the stock model's.
+        prompt: [1, T].
+
+    Returns:
+        Index of each stock side -> its difference.
+
+    Raises:
+        ValueError: one is above the tolerance for its dtype, see :data:`HALF_TOLERANCE`.
+    """
+    ours = {side.adapter: _logits(side, prompt) for side in sides if side.name == "ktft"}
+    found: dict[int, float] = {}
+    for index, side in enumerate(sides):
+        if side.name == "ktft":
+            continue
+        tolerance = LOGITS_TOLERANCE.get(side.model.dtype, HALF_TOLERANCE)
+        for name in dict.fromkeys(side.implementations):
+            side.use(name)
+            theirs = _logits(side, prompt)
+            difference = float((ours[side.adapter] - theirs).norm() / (theirs - theirs.mean()).norm())
+            if not difference <= tolerance:
+                state = "with the adapter" if side.adapter else "without an adapter"
+                raise ValueError(
+                    f"after a prompt of {prompt.shape[1]} tokens, {state}, the logits of ktft and of transformers' "
+                    f"{name} differ by {difference:.2g} of their spread; expected at most {tolerance:g} in "
+                    f"{side.model.dtype}. Figures of different results are not compared"
+                )
+            found[index] = max(difference, found.get(index, 0.0))
+    return found
+
+
+def _logits(side: Side, prompt: torch.Tensor) -> torch.Tensor:
+    """After ``prompt``, [V] in fp32."""
+    with side.within():
+        logits: torch.Tensor = side.model(input_ids=prompt, logits_to_keep=1).logits[0, -1]
+    return logits.float()
 
 
 def prefill(model: Any, prompt: torch.Tensor) -> int:
@@ -192,6 +270,17 @@ def bytes_per_token(model: Any) -> int:
     rest = sum(int(value.nbytes) for name, value in base.named_parameters() if "lora_" not in name)
     unread = 0 if tied else int(embedding.weight.nbytes)
     return rest - unread + experts * int(base.config.num_experts_per_tok)
+
+
+def _adapter(model: Any, settings: Settings) -> dict[str, Any]:
+    """What a record says of the adapter, from its config as loaded."""
+    config = model.peft_config[model.active_adapter]
+    targets = [config.target_modules or [], config.target_parameters or []]
+    return {
+        "adapter_path": settings.adapter,
+        "adapter_rank": config.r,
+        "adapter_targets": [name for part in targets for name in ([part] if isinstance(part, str) else sorted(part))],
+    }
 
 
 def _base(model: Any) -> Any:
@@ -260,4 +349,4 @@ def _seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-__all__ = ["Settings", "Side", "bytes_per_token", "decode", "figures", "prefill", "run"]
+__all__ = ["Settings", "Side", "bytes_per_token", "check_logits", "decode", "figures", "prefill", "run"]

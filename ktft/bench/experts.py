@@ -2,7 +2,8 @@
 
 For each token count, in one process: routings rotate, all sides take turns within a round (their order turns round
 with it), and the machine's rates are sampled between rounds, so that what is measured and what it is measured against
-share whatever else the machine does. Figures are medians after a warm-up.
+share whatever else the machine does. Figures are medians after a warm-up of ``warm_up_rounds``; beside every median
+``…_ms`` lie ``…_ms_min`` and ``…_ms_max``, the fastest and the slowest of the rounds.
 
 Fields of an ``experts`` record, with S = tokens * topk routes and 1 ms = 1e-3 s, 1 GB = 1e9, 1 MB = 1e6 bytes:
 
@@ -60,6 +61,9 @@ SHORT = 16
 
 FP32_LEVELS = ("scalar", "avx2")
 """ISA levels that multiply in fp32 whatever the weights' format: their peak is the fp32 one."""
+
+WARM_UP = 2
+"""Rounds that are not timed, before those that are."""
 
 SAMPLES = 7
 """Samples of the machine's rates per token count."""
@@ -275,12 +279,12 @@ def _measure(
         "experts_touched": touched,
         "rows_per_expert": case.tokens * shape.topk / touched,
         "rows_max": max(int(rows.max()) for rows in counts),
-        "fwd_ms": fwd * 1e3,
+        **_spread("fwd", times["fwd"]),
         "fwd_gflops": flop / fwd / 1e9,
         "fwd_peak_fraction": flop / fwd / 1e9 / peak,
         "fwd_weight_gbs": size / fwd / 1e9,
         "fwd_bandwidth_fraction": size / fwd / 1e9 / rates["read_gbs"],
-        "fwd_bwd_ms": both * 1e3,
+        **_spread("fwd_bwd", times["fwd_bwd"]),
         "fwd_bwd_gflops": 2 * flop / both / 1e9,
         "fwd_bwd_peak_fraction": 2 * flop / both / 1e9 / peak,
         "fwd_bwd_weight_gbs": 2 * size / both / 1e9,
@@ -292,6 +296,7 @@ def _measure(
         **(hf_figures(times) | hf_note if stock is not None else {}),
         **(_uniform_figures(times, case) if case.uniform else {}),
         "rounds": settings.rounds(case.tokens),
+        "warm_up_rounds": WARM_UP,
     }
     about = {
         "hidden": shape.hidden,
@@ -304,13 +309,19 @@ def _measure(
     return {"record": "experts", **{name: tidy(value) for name, value in figures.items()}, **about}
 
 
+def _spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    """``{name}_ms``, the median, and ``_min`` and ``_max`` of it."""
+    figures = {"": statistics.median(seconds), "_min": min(seconds), "_max": max(seconds)}
+    return {f"{name}_ms{suffix}": 1e3 * value for suffix, value in figures.items()}
+
+
 def _uniform_figures(times: Mapping[str, Sequence[float]], case: Case) -> dict[str, float]:
     """The ``uniform_`` fields."""
     out = {"uniform_experts_touched": statistics.mean(len(routing.rows()) for routing in case.uniform)}
     for kind in ("fwd", "fwd_bwd"):
         ratios = [even / skewed for even, skewed in zip(times[f"uniform_{kind}"], times[kind], strict=True)]
         out |= {
-            f"uniform_{kind}_ms": statistics.median(times[f"uniform_{kind}"]) * 1e3,
+            **_spread(f"uniform_{kind}", times[f"uniform_{kind}"]),
             f"uniform_{kind}_ratio": statistics.median(ratios),
         }
     return out
@@ -371,7 +382,7 @@ def hf_figures(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
         best = min(theirs, key=lambda name: statistics.median(times[name]))
         ratios = [stock / ours for stock, ours in zip(times[best], times[kind], strict=True)]
         out |= {
-            f"hf_{kind}_ms": statistics.median(times[best]) * 1e3,
+            **_spread(f"hf_{kind}", times[best]),
             f"hf_{kind}_implementation": best.removesuffix(f" {kind}"),
             f"hf_{kind}_ratio": statistics.median(ratios),
             f"hf_{kind}_ratio_min": min(ratios),
@@ -387,14 +398,14 @@ def alternate(
 
     Args:
         sides: name -> function of the round's number, counted on through the warm-up.
-        rounds: timed rounds; two untimed ones come first.
+        rounds: timed rounds; :data:`WARM_UP` untimed ones come first.
         samples: takes :data:`SAMPLES` samples between rounds, at least one.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}
     every = max(1, rounds // SAMPLES)
-    for turn in range(rounds + 2):
-        timed = turn >= 2
-        if samples is not None and timed and (turn - 2) % every == 0:
+    for turn in range(WARM_UP + rounds):
+        timed = turn >= WARM_UP
+        if samples is not None and timed and (turn - WARM_UP) % every == 0:
             samples.take()
         for name in sides if turn % 2 else reversed(list(sides)):
             start = time.perf_counter()

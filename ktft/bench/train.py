@@ -6,8 +6,10 @@ agree, so that figures of different computations are not compared.
 
 Fields of a ``train`` record: ``side`` (ktft, hf), ``tok_s``, ``step_s`` (median over steps, then over rounds),
 ``experts_share``, ``rest_share``, ``optimizer_share`` (of a step; they add up to 1), ``peak_rss_gb`` (mapped pages
-counted) and ``peak_anon_gb`` (1e9 bytes; both of the whole process, loading included), ``first_loss``. The
-``train_ratio`` record has ``speed`` (ours / theirs in tok_s, median over rounds), ``rss`` (ours / theirs, peak) and
+counted) and ``peak_anon_gb`` (1e9 bytes; both of the whole process, loading included), ``first_loss``; ``rounds``
+(processes of each side; figures of one are no comparison in turns), ``step_s_all`` (per process, the untimed first step
+included), ``warm_up_steps``, ``dtype``, ``seed_weights``, ``seed_batch``, and ``config_sha256`` of the ``config.json``.
+The ``train_ratio`` record has ``speed`` (ours / theirs in tok_s, median over rounds), ``rss`` (ours / theirs, peak) and
 ``anon_of_rss`` (our anonymous peak / their peak).
 """
 
@@ -25,10 +27,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ktft.bench.machine import Probe, Samples, describe, load_average
+from ktft import ops
+from ktft.bench.machine import Probe, Samples, config_sha256, describe, load_average
 from ktft.bench.report import Report
 from ktft.bench.settings import check_isa, tidy, torch_threads
-from ktft.bench.train_side import Job
+from ktft.bench.train_side import BATCH_SEED, DTYPE, WARM_UP, WEIGHTS_SEED, Job
 from ktft.ops import MAX_RANK
 
 HF_IMPLEMENTATIONS = ("grouped_mm", "eager")
@@ -67,7 +70,7 @@ class Settings:
     lora: str = "experts"
     lora_rank: int = 8
     steps: int = 3
-    rounds: int = 1
+    rounds: int = 3
     vs: str | None = None
     isa: str = "auto"
     threads: int | None = None
@@ -88,6 +91,9 @@ def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
         raise ValueError(f"--topk {settings.topk} is more than --experts {settings.experts}")
     with ExitStack() as stack:
         stack.enter_context(torch_threads(settings.threads))
+        # Here as in the processes, so that the machine's record says what they do.
+        isa = None if settings.isa == "auto" else settings.isa
+        stack.enter_context(ops.override(isa=isa, threads=settings.threads))
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ktft-bench-", dir=settings.directory))
         job = Job(
             side="write",
@@ -100,6 +106,7 @@ def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
             isa=settings.isa,
         )
         model = _write_config(settings, Path(directory))
+        model["config_sha256"] = config_sha256(directory)
         samples = Samples(probe or Probe())
         samples.take()
         report.emit(describe(samples))
@@ -157,7 +164,12 @@ def _record(name: str, job: Job, results: Sequence[dict[str, Any]], model: dict[
         "first_loss": results[0]["first_loss"],
         "last_loss": results[0]["last_loss"],
         "trainable_parameters": results[0]["trainable_parameters"],
+        "rounds": len(results),
         "step_s_all": [result["step_s_all"] for result in results],
+        "warm_up_steps": WARM_UP,
+        "dtype": str(DTYPE).removeprefix("torch."),
+        "seed_weights": WEIGHTS_SEED,
+        "seed_batch": BATCH_SEED,
         **model,
     }
 

@@ -28,6 +28,10 @@ from ktft.bench.memory import Watch
 from ktft.bench.settings import tidy
 
 LEARNING_RATE = 1e-4
+DTYPE = torch.bfloat16
+WEIGHTS_SEED, BATCH_SEED = 0, 1
+WARM_UP = 1
+"""Steps that are not timed, before those that are."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Job:
         tokens: length of the batch's one sequence.
         lora: "attention", or "experts" for both.
         lora_rank: r; alpha is twice that.
-        steps: timed steps; one more comes first.
+        steps: timed steps; :data:`WARM_UP` more come first.
         implementation: how stock transformers computes experts.
         threads: of torch and the kernels; None leaves them as they are.
         isa: level of the kernels, "auto" for the best.
@@ -129,9 +133,9 @@ def write(job: Job) -> None:
 def _stock_model(job: Job, implementation: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(WEIGHTS_SEED)
     config = AutoConfig.from_pretrained(job.directory)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation=implementation)
+    return AutoModelForCausalLM.from_config(config, dtype=DTYPE, experts_implementation=implementation)
 
 
 def _model(job: Job) -> Any:
@@ -142,7 +146,7 @@ def _model(job: Job) -> Any:
     if job.side == "ktft":
         import ktft
 
-        base: Any = ktft.load_model(job.directory, dtype=torch.bfloat16)
+        base: Any = ktft.load_model(job.directory, dtype=DTYPE)
         targets = attention_targets(base) + (["experts"] if job.lora == "experts" else [])
         model: Any = ktft.get_peft_model(base, LoraConfig(target_modules=targets, **fields))
     else:
@@ -181,7 +185,7 @@ def train(job: Job) -> dict[str, Any]:
         trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=LEARNING_RATE)
         vocabulary = int(model.get_input_embeddings().num_embeddings)
-        ids = torch.randint(0, vocabulary, (1, job.tokens), generator=torch.Generator().manual_seed(1))
+        ids = torch.randint(0, vocabulary, (1, job.tokens), generator=torch.Generator().manual_seed(BATCH_SEED))
         optimizer_seconds = 0.0
         loss_of = _loss(job, model)
 
@@ -196,7 +200,7 @@ def train(job: Job) -> dict[str, Any]:
             return float(loss.detach())
 
         losses, times = [], []
-        for _ in range(job.steps + 1):
+        for _ in range(WARM_UP + job.steps):
             start = time.perf_counter()
             losses.append(step())
             times.append(time.perf_counter() - start)
@@ -205,7 +209,7 @@ def train(job: Job) -> dict[str, Any]:
     step()
     whole = time.perf_counter() - start
     shares.close()
-    seconds = statistics.median(times[1:])
+    seconds = statistics.median(times[WARM_UP:])
     experts, optimizer_share = shares.seconds / whole, optimizer_seconds / whole
     figures = {
         "step_s": seconds,
