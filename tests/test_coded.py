@@ -1,4 +1,4 @@
-"""Coded weights in the kernels: the bits of the plain kernels on the reference's decoded matrices, in every direction."""
+"""Coded weights in the kernels: the bits of the plain kernels on the matrices that the reference decodes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ def step(weights, dtype, tokens, *, seed=1, save=True, adapters=1):
     return (out.detach(), *torch.autograd.grad(out, [x, route_weights, *lora], grad))
 
 
-LEVELS = [name for name, missing in ops.isa_levels().items() if not missing] + list(ops.TEST_LEVELS)
+LEVELS = [*ops.cpu_report()["levels"], *ops.TEST_LEVELS]
 
-# Few rows an expert, as many as panels take, and an expert split in two; sizes with whole blocks, and with edges of blocks,
-# panels, parts and vectors.
+# Sizes with whole blocks, and with edges of blocks, panels, parts and vectors.
 SIZES = {"whole": (256, 128), "edges": (352, 96), "parts": (1184, 160)}
 
 
