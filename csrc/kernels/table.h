@@ -57,8 +57,8 @@ struct Stored {
   Scales scales = {};
   int64_t row = 0, col = 0;
 
-  // The same from `rows` and `cols` further on.
-  Stored from(int64_t rows, int64_t cols) const {
+  // The same from `rows` and `cols` further on. Always inlined: a copy of its own would be a weak symbol with a level's flags.
+  __attribute__((always_inline)) Stored from(int64_t rows, int64_t cols) const {
     Stored further = *this;
     if (is_direct(format)) {
       further.data += rows * stride + cols * (bits_of(format) / 8);
@@ -68,7 +68,7 @@ struct Stored {
     }
     return further;
   }
-  const char* codes() const { return data + row * stride + col * bits_of(format) / 8; }
+  __attribute__((always_inline)) const char* codes() const { return data + row * stride + col * bits_of(format) / 8; }
 };
 
 // The words of rows the other way round: rows in groups of 16, the last group of what is left; a group of n rows as [words][n].
