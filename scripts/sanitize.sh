@@ -3,7 +3,7 @@
 #
 #   scripts/sanitize.sh [address|thread]...     default: both
 #
-# address: ASan and UBSan, every ISA level of this machine, tests/test_kernels.py, tests/test_ops.py and tests/test_ops_edges.py.
+# address: ASan and UBSan, every ISA level of this machine, tests/test_kernels.py, test_ops.py, test_ops_edges.py and test_coded.py.
 # thread: TSan over the op on three threads, with calls from several Python threads (tests/tsan_calls.py).
 # Needs the test extras, pybind11, g++ and cmake in the environment; takes some minutes. Stops at the first report: exit status 1.
 # Exit status 3, before anything is built: this machine cannot run a sanitizer, and why.
@@ -66,7 +66,7 @@ for kind in "$@"; do
     LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)" \
       ASAN_OPTIONS=detect_leaks=0:halt_on_error=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
       PYTHONPATH=$PWD $python -m pytest -q -x --capture=sys -p no:cacheprovider \
-      tests/test_kernels.py tests/test_ops.py tests/test_ops_edges.py
+      tests/test_kernels.py tests/test_ops.py tests/test_ops_edges.py tests/test_coded.py
   else
     build thread thread
     # Only reports that pass through the extension count: torch and Python are not built with TSan.
