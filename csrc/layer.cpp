@@ -16,7 +16,8 @@ namespace {
 constexpr int64_t kWaveBytesPerThread = 4 << 20;
 constexpr int64_t kMinWaveRows = 256;
 
-// Stored rows that are decoded at a time where few rows of activations meet them: 4 KiB each at most, so that they stay in L1.
+// Stored rows that are decoded at a time where few rows of activations meet them: 32 KiB of them, 2048 elements long in bf16,
+// stay in L1.
 constexpr int kDecodedRows = 8;
 
 }  // namespace
@@ -212,55 +213,37 @@ Ahead Layer::ahead_of(const Base& base, int64_t index, const Base& after) const 
 void Layer::add_in_place(Worker& worker, const Term& term, const Chunk& chunk, int64_t begin, int64_t length, float* c,
                          const Ahead& ahead) const {
   const Block& block = term.block;
-  if (!is_direct(block.format)) return add_decoded(worker, term, chunk, begin, length, c);
-  const int64_t first = begin / kernels_.group;
-  const Stored stored = block.from(block.is_rows ? 0 : begin, block.is_rows ? begin : 0);
-  Operands x{term.rows.words + chunk.first * term.rows.stride + first * 4,
-             term.rows.stride,
-             stored.data,
-             block.stride,
-             length,
-             block.format,
-             {}};
-  if (term.rows.arranged) x.arranged = {term.rows.arranged + chunk.first * words(block.length) * 4, words(block.length), first};
+  const auto activations = [&](int64_t first) {
+    return term.rows.words + chunk.first * term.rows.stride + first / kernels_.group * 4;
+  };
+  Operands x{activations(begin), term.rows.stride, nullptr, block.stride, length, block.format, {}};
+  if (term.rows.arranged)
+    x.arranged = {term.rows.arranged + chunk.first * words(block.length) * 4, words(block.length), begin / kernels_.group};
   const bool is_words =
       block.format == kernels_.word_format && block.format == call_.compute && block.length % kernels_.group == 0;
-  if (block.is_rows && !is_words) {
-    x.b_stride = words(length) * 4;
-    kernels_.decode_rows(stored, block.columns, length, worker.rows, x.b_stride);
-    x.b = worker.rows;
-  }
-  (block.is_rows ? kernels_.multiply_rows : kernels_.multiply_columns)(x, chunk.rows, block.columns, c, ahead);
-}
-
-void Layer::add_decoded(Worker& worker, const Term& term, const Chunk& chunk, int64_t begin, int64_t length, float* c) const {
-  const Block& block = term.block;
-  const int64_t group = kernels_.group;
-  Operands x{
-      term.rows.words + chunk.first * term.rows.stride + begin / group * 4, term.rows.stride, nullptr, 0, length, kBf16, {}};
-  if (term.rows.arranged)
-    x.arranged = {term.rows.arranged + chunk.first * words(block.length) * 4, words(block.length), begin / group};
-  if (block.is_rows) {
+  if (block.is_rows && !is_words) {  // made words first, some at a time
     x.b = worker.rows;
     x.b_stride = words(length) * 4;
     const int step = chunk.few ? kDecodedRows : kBlock;
     for (int col = 0; col < block.columns; col += step) {
       const int columns = std::min(step, block.columns - col);
       kernels_.decode_rows(block.from(col, begin), columns, length, worker.rows, x.b_stride);
-      kernels_.multiply_rows(x, chunk.rows, columns, c + col, {});
+      kernels_.multiply_rows(x, chunk.rows, columns, c + col, col + columns < block.columns ? Ahead{} : ahead);
     }
-    return;
-  }
-  x.b = worker.lora_panel;
-  for (int col = 0; col < block.columns; col += kBlock, c += kFewRows * kBlock) {
-    for (int64_t at = begin; at < begin + length; at += part_length()) {
-      const PanelSource part{block.from(at, col), false, std::min(part_length(), begin + length - at),
-                             std::min(kBlock, block.columns - col)};
-      kernels_.decode_panel(part, worker.lora_panel);
-      x.a = term.rows.words + chunk.first * term.rows.stride + at / group * 4;
-      x.length = part.length;
-      kernels_.multiply_panel(x, chunk.rows, part.columns, c, {});
+  } else if (!is_direct(block.format)) {  // columns, by way of panels; the chains are the same
+    x.b = worker.lora_panel;
+    for (int col = 0; col < block.columns; col += kBlock, c += kFewRows * kBlock) {
+      const int columns = std::min(kBlock, block.columns - col);
+      for (int64_t at = begin; at < begin + length; at += part_length()) {
+        x.a = activations(at);
+        x.length = std::min(part_length(), begin + length - at);
+        kernels_.decode_panel({block.from(at, col), false, x.length, columns}, worker.lora_panel);
+        kernels_.multiply_panel(x, chunk.rows, columns, c, {});
+      }
     }
+  } else {
+    x.b = block.from(block.is_rows ? 0 : begin, block.is_rows ? begin : 0).data;
+    (block.is_rows ? kernels_.multiply_rows : kernels_.multiply_columns)(x, chunk.rows, block.columns, c, ahead);
   }
 }
 

@@ -242,8 +242,6 @@ class Layer {
   // c += the term's product over elements [begin, begin + length), weights read where they lie.
   void add_in_place(Worker& worker, const Term& term, const Chunk& chunk, int64_t begin, int64_t length, float* c,
                     const Ahead& ahead) const;
-  // The same for formats that have to be decoded first.
-  void add_decoded(Worker& worker, const Term& term, const Chunk& chunk, int64_t begin, int64_t length, float* c) const;
   // c += one part of the term's product, from a panel.
   void add_panel(const Term& term, const Chunk& chunk, int64_t part, const char* panel, float* c, const Ahead& ahead) const;
   // c += one product of a base: few rows the whole of it in place, others one part, in place or from a panel. The panel may

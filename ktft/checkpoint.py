@@ -30,7 +30,7 @@ import torch
 
 from ktft.expert_layout import ExpertSource, Place, Tensor, describe
 from ktft.formats import (
-    EXPERT_FORMATS,
+    PLAIN_DTYPES,
     TORCH_DTYPES,
     Detection,
     StoredMatrix,
@@ -322,9 +322,9 @@ class Checkpoint:
             tensors = {role: self.tensors[name] for role, name in matrix.names.items()}
             return ExpertSource(matrix.base, matrix.encoding, shape, tensors)
         tensor = self.tensors[parameter]
-        if tensor.dtype not in EXPERT_FORMATS:
+        if tensor.dtype not in PLAIN_DTYPES:
             raise CheckpointError(
-                f"{tensor.file}: expert tensor {tensor.name!r}: expected dtype {' or '.join(EXPERT_FORMATS)}, "
+                f"{tensor.file}: expert tensor {tensor.name!r}: expected dtype {' or '.join(PLAIN_DTYPES)}, "
                 f"found {tensor.dtype}, and nothing that says how to decode it"
             )
         return ExpertSource(tensor.name, plain(tensor.dtype, ""), tensor.shape, {"codes": tensor})

@@ -57,6 +57,25 @@ def other_objects(objects: Path) -> dict[str, Path]:
     return found
 
 
+# --- benchmarks
+
+
+@pytest.fixture(scope="session")
+def bench_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny chat model of sizes that torch's grouped matmul is capable of, in an adapter's transposes too."""
+    from tests.tiny_chat import tiny_chat_model
+
+    return tiny_chat_model(tmp_path_factory.mktemp("base"), hidden_size=64, intermediate_size=32)
+
+
+@pytest.fixture(scope="session")
+def bench_adapter(bench_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An adapter of rank 8 for it."""
+    from tests.tiny_adapter import random_adapter
+
+    return random_adapter(bench_base, tmp_path_factory.mktemp("adapter"), rank=8)
+
+
 # --- training and chatting
 
 

@@ -25,8 +25,6 @@ from ktft.adapters import get_peft_model
 from ktft.bench import decode, experts, layer, machine, memory, train, train_side
 from ktft.bench.report import COLUMNS, Report
 from ktft.weights import PLAIN
-from tests.tiny_adapter import random_adapter
-from tests.tiny_chat import tiny_chat_model
 from tests.tiny_models import tiny_checkpoint, tiny_model
 
 SHAPE = layer.Shape(hidden=128, intermediate=64, experts=8, topk=2, format="bf16", lora_rank=4)
@@ -388,20 +386,9 @@ def test_shares_time_forward_and_backward_of_the_experts_only() -> None:
 # --- decode
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # sizes of which torch's grouped matmul is capable, in an adapter's transposes too
-    return tiny_chat_model(tmp_path_factory.mktemp("base"), hidden_size=64, intermediate_size=32)
-
-
-@pytest.fixture(scope="module")
-def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_adapter(base, tmp_path_factory.mktemp("adapter"), rank=8)
-
-
-def test_decode(base: Path, adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_decode(bench_base: Path, bench_adapter: Path, capsys: pytest.CaptureFixture[str]) -> None:
     counts = "--prompt 12 --new 6 --repeat 2 --vs hf --device cpu".split()
-    lines = of(command("decode", str(base), "--adapter", str(adapter), *counts, capsys=capsys), "decode")
+    lines = of(command("decode", str(bench_base), "--adapter", str(bench_adapter), *counts, capsys=capsys), "decode")
     assert [(line["side"], line["adapter"]) for line in lines] == [
         ("ktft", False), ("ktft", True), ("hf", False), ("hf", True),
     ]  # fmt: skip

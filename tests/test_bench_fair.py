@@ -22,8 +22,6 @@ from ktft import cli, ops
 from ktft.bench import decode, experts, layer, machine, stock, train, train_side
 from ktft.bench.report import Report
 from tests.test_doctor import cpu_flags
-from tests.tiny_adapter import random_adapter
-from tests.tiny_chat import tiny_chat_model
 from tests.tiny_models import tiny_checkpoint
 
 SHAPE = layer.Shape(hidden=128, intermediate=64, experts=8, topk=2, format="bf16", lora_rank=4)
@@ -32,17 +30,6 @@ SHAPE = layer.Shape(hidden=128, intermediate=64, experts=8, topk=2, format="bf16
 @pytest.fixture(scope="module")
 def probe() -> machine.Probe:
     return machine.Probe(matmul_side=64, read_bytes=2**20)
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # sizes of which torch's grouped matmul is capable, in an adapter's transposes too
-    return tiny_chat_model(tmp_path_factory.mktemp("base"), hidden_size=64, intermediate_size=32)
-
-
-@pytest.fixture(scope="module")
-def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return random_adapter(base, tmp_path_factory.mktemp("adapter"), rank=8)
 
 
 def records(module: Any, settings: Any, probe: machine.Probe) -> list[dict[str, Any]]:
@@ -220,17 +207,17 @@ def test_sides_of_decode_take_turns(monkeypatch: pytest.MonkeyPatch, probe: mach
     assert [line["repetitions"] for line in lines[1:-1]] == [4, 4]
 
 
-def test_a_decode_record_says_how_it_came_about(base: Path, adapter: Path, probe: machine.Probe) -> None:
-    settings = decode.Settings(str(base), str(adapter), prompt=12, new=3, repeat=2, device="cpu", vs="hf")
+def test_a_decode_record_says_how_it_came_about(bench_base: Path, bench_adapter: Path, probe: machine.Probe) -> None:
+    settings = decode.Settings(str(bench_base), str(bench_adapter), prompt=12, new=3, repeat=2, device="cpu", vs="hf")
     lines = [line for line in records(decode, settings, probe) if line["record"] == "decode"]
-    digest = hashlib.sha256((base / "config.json").read_bytes()).hexdigest()
+    digest = hashlib.sha256((bench_base / "config.json").read_bytes()).hexdigest()
     for line in lines:
         assert (line["sampling"], line["ignore_eos"], line["seed_prompt"]) == ("greedy", True, 0)
         assert line["warm_up_repetitions"] == 2 and line["config_sha256"] == digest and line["peak_rss_gb"] > 0
         assert len(line["prefill_s_all"]) == len(line["decode_s_all"]) == 2
         assert ("logits_difference" in line) == (line["side"] == "hf")
         if line["adapter"]:
-            assert (line["adapter_path"], line["adapter_rank"]) == (str(adapter), 8)
+            assert (line["adapter_path"], line["adapter_rank"]) == (str(bench_adapter), 8)
             assert any("q_proj" in name for name in line["adapter_targets"])
             assert any("experts" in name for name in line["adapter_targets"])
         else:
@@ -240,7 +227,7 @@ def test_a_decode_record_says_how_it_came_about(base: Path, adapter: Path, probe
 
 @pytest.mark.parametrize("spoiled", ["base", "adapter"])
 def test_logits_that_differ_are_not_compared(
-    spoiled: str, base: Path, adapter: Path, probe: machine.Probe, monkeypatch: pytest.MonkeyPatch
+    spoiled: str, bench_base: Path, bench_adapter: Path, probe: machine.Probe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     load = decode._load
 
@@ -253,15 +240,15 @@ def test_logits_that_differ_are_not_compared(
         return sides
 
     monkeypatch.setattr(decode, "_load", spoil)
-    settings = decode.Settings(str(base), str(adapter), prompt=12, new=2, repeat=1, device="cpu", vs="hf")
+    settings = decode.Settings(str(bench_base), str(bench_adapter), prompt=12, new=2, repeat=1, device="cpu", vs="hf")
     state = "without an adapter" if spoiled == "base" else "with the adapter"
     with pytest.raises(ValueError, match=rf"12 tokens, {state}, the logits of ktft and of .* are not compared"):
         records(decode, settings, probe)
 
 
-def test_the_logits_tolerance_follows_the_dtype(base: Path) -> None:
+def test_the_logits_tolerance_follows_the_dtype(bench_base: Path) -> None:
     """In fp32 a difference that rounding to bf16 would explain is too much; no number is never near enough."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(bench_base, dtype=torch.float32).eval()
     prompt = torch.arange(7)[None]
     shift = 0.0
 

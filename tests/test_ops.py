@@ -446,6 +446,20 @@ def test_bad_arguments_are_named(change: dict[str, object], message: str) -> Non
         ops.moe_experts(**arguments)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("wrong", [-2, 1])
+def test_adapter_ids_that_change_after_they_were_checked(wrong: int) -> None:
+    """They index memory, so the kernels look again where they use them."""
+    inputs = CASES["plain"].build(torch.float32)
+    weights, ids = weights_of(inputs), torch.zeros(len(inputs.x), dtype=torch.int64)
+    call = ops._Call(
+        inputs.x, inputs.index, inputs.route_weights, weights.id, list(inputs.lora), [1.0], ids, 0.0, 0
+    )  # fmt: skip
+    checked, _held = ops._layer_call(call, weights)
+    ids[3] = wrong
+    with pytest.raises(ValueError, match=rf"adapter_ids\[3\] is {wrong}; expected -1 to 0"):
+        ops._C.forward(checked, torch.empty_like(inputs.x).data_ptr(), 0)
+
+
 def test_lora_tensors_of_the_wrong_shape_are_named() -> None:
     inputs = CASES["plain"].build(torch.float32)
     lora = list(inputs.lora)

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, GraniteMoeConfig
 
-from ktft.data import IGNORE
+from ktft.data import IGNORE, ChatDataset
 from ktft.train import loss as loss_module
+from ktft.train import run
+from ktft.train.callbacks import Progress
 from ktft.train.loss import TokenLoss
+from ktft.train.run import build_model, make_trainer
+from tests.tiny_chat import tiny_tokenizer
 from tests.tiny_models import FAMILIES, VOCABULARY, tiny_input, tiny_model
+from tests.tiny_train import in_loss, one_step, recipe
 
 
 def adapted(model, targets=("q_proj", "o_proj", "q_b_proj")):
@@ -120,3 +127,41 @@ def test_the_stock_loss_where_it_is_another(build, reason):
     token_loss = TokenLoss(model)
     assert reason in token_loss.reason
     torch.testing.assert_close(token_loss(**batch()), model(**batch()).loss)
+
+
+# --- in the Trainer
+
+
+@pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
+def test_the_trainer_computes_logits_of_tokens_with_loss_only(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluation: bool
+):
+    seen: list[int] = []
+    stock = loss_module._LinearCrossEntropy.forward
+
+    def spy(ctx, hidden, *rest):
+        seen.append(len(hidden))
+        return stock(ctx, hidden, *rest)
+
+    samples = [in_loss(1, 12), in_loss(7, 15)]
+    monkeypatch.setattr(loss_module._LinearCrossEntropy, "forward", staticmethod(spy))
+    if not evaluation:
+        one_step(base, data, tmp_path / "out", samples, per_device_train_batch_size=2)
+    else:
+        settings = recipe(base, data, tmp_path / "out", per_device_eval_batch_size=2)
+        model = build_model(settings, str(base))
+        held_out = ChatDataset(samples)
+        (tmp_path / "out").mkdir()
+        progress = Progress(tmp_path / "out" / "log.jsonl")
+        make_trainer(settings, model, tiny_tokenizer(), held_out, held_out, [progress]).evaluate()
+    assert seen == [3, 8], "four tokens to look at the model, then those that carry loss of a batch of 30"
+
+
+def test_a_run_says_when_logits_are_computed_at_once(
+    base: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    monkeypatch.setattr(TokenLoss, "_find_reason", lambda self: "a reason to test")
+    run(recipe(base, data, tmp_path / "out", max_steps=1))
+    assert "note: logits are computed for every token at once, as in transformers: a reason to test" in (
+        capsys.readouterr().out
+    )

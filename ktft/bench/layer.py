@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ktft.checkpoint import SINGLE_FILE, Checkpoint, ExpertTensor, Part
-from ktft.formats import EXPERT_FORMATS
+from ktft.formats import PLAIN_DTYPES
 from ktft.mapping import FileMapping
 from ktft.ops import MAX_RANK
 from ktft.weights import PLAIN, ExpertWeights
@@ -66,7 +66,7 @@ class Shape:
 
 def write_layer(directory: Path, shape: Shape, seed: int = 0) -> None:
     """Write random experts, normal with deviation 0.02, to ``directory/model.safetensors``."""
-    names = {code: name for name, code in EXPERT_FORMATS.items()}
+    names = {code: name for name, code in PLAIN_DTYPES.items()}
     dtype = PLAIN[shape.format]
     header: dict[str, object] = {}
     size = shape.expert_bytes // 3

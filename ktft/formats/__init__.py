@@ -26,13 +26,9 @@ from ktft.formats.schemes import quantization_config, read_scheme
 from ktft.formats.table import FORMATS, check_values, dequantize, encode, matrix_of_tensors, relative_error
 from ktft.formats.written import WRITTEN, written_config
 
-EXPERT_FORMATS: dict[str, str] = PLAIN_DTYPES
-"""Safetensors dtypes that routed experts stored plainly may have -> format name in ``ktft.weights.PLAIN``."""
-
 __all__ = [
     "DTYPE_BITS",
     "DTYPE_NAMES",
-    "EXPERT_FORMATS",
     "FORMATS",
     "GGUF_BLOCKS",
     "PLAIN_DTYPES",

@@ -88,8 +88,8 @@ class TokenLoss:
         self._model.eval()
         with torch.no_grad():
             stock = self._model(input_ids=ids, labels=ids)
-            logits = self._head(self._hidden(input_ids=ids))
-            loss = self._compute(ids, None, {"input_ids": ids})
+            hidden = self._hidden(input_ids=ids)
+            logits, loss = self._head(hidden), self._loss(hidden, ids, None)
         for module, mode in modes.items():
             module.training = mode
         scale = float(stock.logits.abs().max())
@@ -103,11 +103,8 @@ class TokenLoss:
         hidden: torch.Tensor = self._causal.base_model(**inputs, use_cache=False).last_hidden_state
         return hidden
 
-    def _compute(
-        self, labels: torch.Tensor, items: torch.Tensor | float | None, inputs: dict[str, Any]
-    ) -> torch.Tensor:
-        hidden = self._hidden(**inputs)[:, :-1]
-        targets = labels[:, 1:].to(hidden.device)  # tokens < n predict n
+    def _loss(self, hidden: torch.Tensor, labels: torch.Tensor, items: torch.Tensor | float | None) -> torch.Tensor:
+        hidden, targets = hidden[:, :-1], labels[:, 1:].to(hidden.device)  # tokens < n predict n
         carries = targets != IGNORE
         count = float(carries.sum() if items is None else items)
         loss: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -128,7 +125,7 @@ class TokenLoss:
         if self.reason:
             loss: torch.Tensor = self._model(labels=labels, num_items_in_batch=num_items_in_batch, **inputs).loss
             return loss
-        return self._compute(labels, num_items_in_batch, inputs)
+        return self._loss(self._hidden(**inputs), labels, num_items_in_batch)
 
 
 __all__ = ["TokenLoss"]

@@ -60,8 +60,8 @@ class AdapterTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The stock method's loss; one process, as everywhere here."""
-        if return_outputs or self.token_loss.reason:
+        """The stock method's loss; a model that something was wrapped around is called as the stock method calls it."""
+        if return_outputs or self.token_loss.reason or model is not self.model:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return self.token_loss(**inputs, num_items_in_batch=num_items_in_batch)
 
