@@ -11,6 +11,8 @@ from __future__ import annotations
 import copy
 import glob
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,11 +27,13 @@ from ktft.checkpoint import (
     SINGLE_FILE,
     Checkpoint,
     CheckpointError,
+    ExpertTensor,
     read_config,
     refuse_methods,
     weight_files,
 )
 from ktft.experts import CpuExperts
+from ktft.weights import ExpertWeights
 
 
 def load_model(
@@ -86,28 +90,13 @@ def _load(
     trust_remote_code: bool,
     check_weights: bool,
 ) -> PreTrainedModel:
-    _refuse_adapter(directory)
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    _refuse_other_weights(directory, config)
-    config_file = read_config(directory)
-    refuse_methods(directory, config_file)
-    _forget_quantization(config)
-    stock = families.stock_model(config, trust_remote_code=trust_remote_code)
-    modules = families.experts_modules(stock)
+    outline = read_outline(directory, trust_remote_code=trust_remote_code)
+    config, stock, modules = outline.config, outline.stock, outline.modules
     if hub_id is not None:  # only now: nobody wants to wait for the weights of a model that is then refused
         _download_weights(hub_id, directory)
-    checkpoint = Checkpoint(directory, config_file)
+    checkpoint = Checkpoint(directory, outline.config_file)
     tensors = families.expert_tensors(stock, modules, checkpoint.parameters)
-    weights = {
-        name: checkpoint.expert_weights(
-            name,
-            tensors[name],
-            num_experts=module.num_experts,
-            hidden_size=module.hidden_size,
-            intermediate_size=module.intermediate_size,
-        )
-        for name, module in modules.items()
-    }
+    weights = map_experts(checkpoint, modules, tensors)
     experts_parameters = {tensor.key for found in tensors.values() for tensor in found}
     if check_weights:
         decoding.check_values(checkpoint, experts_parameters)
@@ -136,6 +125,60 @@ def _load(
     _check_complete(model, info, directory)
     _refuse_saving(model)
     return model
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a checkpoint directory is, before any of its weights are looked at.
+
+    Attributes:
+        config_file: the contents of ``config.json``.
+        config: what transformers makes of it; it knows nothing of quantisation.
+        stock: the stock model on meta.
+        modules: its experts modules, by path.
+    """
+
+    config_file: dict[str, Any]
+    config: PreTrainedConfig
+    stock: PreTrainedModel
+    modules: dict[str, families.ExpertsModule]
+
+
+def read_outline(directory: Path, *, trust_remote_code: bool = False) -> Outline:
+    """Config, stock model and experts modules of a directory, which may lack its weights yet.
+
+    Raises:
+        UnsupportedModelError: ktft cannot compute this family's experts exactly.
+        CheckpointError: it is quantised in a way that ktft does not read, or tells transformers to read other files.
+    """
+    _refuse_adapter(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    _refuse_other_weights(directory, config)
+    config_file = read_config(directory)
+    refuse_methods(directory, config_file)
+    _forget_quantization(config)
+    stock = families.stock_model(config, trust_remote_code=trust_remote_code)
+    return Outline(config_file, config, stock, families.experts_modules(stock))
+
+
+def map_experts(
+    checkpoint: Checkpoint, modules: Mapping[str, families.ExpertsModule], tensors: Mapping[str, list[ExpertTensor]]
+) -> dict[str, ExpertWeights]:
+    """The experts of every module, mapped.
+
+    Raises:
+        CheckpointError: see :meth:`Checkpoint.expert_weights`.
+    """
+    return {
+        name: checkpoint.expert_weights(
+            name,
+            tensors[name],
+            num_experts=module.num_experts,
+            hidden_size=module.hidden_size,
+            intermediate_size=module.intermediate_size,
+        )
+        for name, module in modules.items()
+    }
 
 
 def _forget_quantization(config: PreTrainedConfig) -> None:
@@ -276,4 +319,4 @@ def _refuse_to_save(*args: object, **kwargs: object) -> NoReturn:
     )
 
 
-__all__ = ["load_model"]
+__all__ = ["Outline", "load_model", "map_experts", "read_outline"]
