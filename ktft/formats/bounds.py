@@ -20,8 +20,8 @@ def half_steps(weight: torch.Tensor, encoding: Encoding) -> torch.Tensor:
 
     Scales follow from the weights, and not from what a file holds, so that neither wrong codes nor wrong scales pass.
 
-    - int4, int8: half of scale = largest / 7 (127), the coarser of the two common divisors, rounded to bf16. The weights
-      that are largest but for that rounding have no code above 7 (127), which it moves by as much as itself.
+    - int4, int8: half of scale = largest / 7 (127), the coarser of the two common divisors, rounded to bf16. Weights
+      that are the largest but for that rounding have no code above 7 (127), which it moves by as much as itself.
     - fp8: 3 bits of mantissa, so half a step is at most |weight| / 16; 2⁻¹⁰ scale below the smallest power of two.
     - mxfp4: steps of 0.5 below 2, 1 below 4, 2 above, times 2^exponent.
 

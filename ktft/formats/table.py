@@ -127,7 +127,7 @@ def encode(weight: torch.Tensor, encoding: Encoding) -> dict[Role, torch.Tensor]
     step = max(_CHUNK // cols // encoding.block[0], 1) * encoding.block[0]
     done: dict[Role, int] = {}
     for part in weight.detach().split(step):
-        values = part.float()
+        values = part.float().contiguous()
         if not bool(torch.isfinite(values).all()):
             raise ValueError("the matrix has weights that are not finite, which no format with scales can hold")
         for role, rows_of_part in encoder(values, encoding).items():
