@@ -37,10 +37,10 @@ CONVERT_EPILOG = """\
 Only routed experts change; everything else is copied. DST is there when all of it is: until then the
 files lie in DST.partial, and the same command goes on after an interruption. Formats and layouts:
 
-  fp8-block            one scale for 128x128 weights, as DeepSeek publishes (quant_method fp8)
-  int8                 one scale for a row, packed          } compressed-tensors, read by vLLM, SGLang
-  int4-g32, int4-g128  one scale for 32 or 128 columns      } and transformers (int8, int4)
-  mxfp4                one exponent for 32 columns          }
+  fp8-block             one scale for 128x128 weights, as DeepSeek publishes
+  int8                  8 bits packed, one scale for a row, as compressed-tensors writes
+  int4-g32, int4-g128   one scale for 32 or 128 weights of a row, as compressed-tensors writes
+  mxfp4                 one exponent for 32 weights of a row, as compressed-tensors writes
 
   ktft convert Qwen3-30B-A3B Qwen3-30B-A3B-int4 --format int4-g32
   ktft convert --verify Qwen3-30B-A3B Qwen3-30B-A3B-int4
@@ -239,7 +239,11 @@ def _add_bench(bench: argparse.ArgumentParser, common: argparse.ArgumentParser) 
         help="token counts (default 1,4,16,128,512,2048)",
     )
     experts.add_argument(
-        "--format", metavar="FORMAT", default="bf16", help="of the weights on disk (default %(default)s)"
+        "--format",
+        metavar="FORMAT,…",
+        type=lambda text: tuple(part.strip() for part in text.split(",")),
+        default=("bf16",),
+        help="of the weights on disk; several are measured in turns (default bf16)",
     )
     experts.add_argument(
         "--routing", choices=["uniform", "zipf"], default="uniform", help="how tokens choose (default %(default)s)"
@@ -403,9 +407,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         from ktft.bench import experts
         from ktft.bench.layer import Shape
 
-        shape = Shape(**options("hidden", "intermediate", "experts", "topk", "format", "lora_rank"))
+        first, *beside = arguments.format
+        shape = Shape(format=first, **options("hidden", "intermediate", "experts", "topk", "lora_rank"))
         work = options("tokens", "routing", "repeat", "directory", "overheads")
-        experts.run(experts.Settings(shape, **work, **shared), report)
+        experts.run(experts.Settings(shape, beside=tuple(beside), **work, **shared), report)
     elif arguments.bench == "train":
         from ktft.bench import train
 

@@ -103,9 +103,8 @@ class Shard:
 
     @property
     def headers(self) -> Headers:
-        """Every tensor, wide dtypes first: then each begins at a multiple of its element, as readers expect."""
-        every = {name: header for step in self.steps for name, header in step.headers.items()}
-        return dict(sorted(every.items(), key=lambda item: (-formats.DTYPE_BITS[item[1][0]], item[0])))
+        """Every tensor."""
+        return {name: header for step in self.steps for name, header in step.headers.items()}
 
     @property
     def read_bytes(self) -> int:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from ktft import formats
 from ktft.bench.memory import resident
 from ktft.buffers import release_freed
-from ktft.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, CheckpointError
+from ktft.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, CheckpointError, file_header
 from ktft.convert.plan import Copy, Decode, Encode, Headers, Plan, Shard, Step, make_plan
 from ktft.convert.source import Source, chunks, open_source, other_files
 from ktft.mapping import replacing
@@ -241,28 +241,17 @@ def write_shard(path: Path, shard: Shard, source: Source, progress: Any) -> dict
         OSError: it cannot be written; says what to do where the disk is full.
         CheckpointError: the source changed, or has weights that are not finite.
     """
-    headers = shard.headers
-    file = source.directory / shard.name
-    with safe_open(file, framework="pt") as opened:
+    with safe_open(source.directory / shard.name, framework="pt") as opened:
         metadata = opened.metadata() or {"format": "pt"}
-    entries: dict[str, Any] = {"__metadata__": metadata}
-    begin: dict[str, int] = {}
-    position = 0
-    for name, (dtype, shape) in headers.items():
-        begin[name] = position
-        position += formats.tensor_bytes(dtype, shape) or 0
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin[name], position]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
+    head, begins, size = file_header(shard.headers, metadata)
     errors: dict[str, float] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with _room(path), replacing(path) as temporary, temporary.open("r+b", buffering=0) as out:
-        os.posix_fallocate(out.fileno(), 0, len(head) + position)  # a full disk shows here, and not after hours
+        os.posix_fallocate(out.fileno(), 0, size)  # a full disk shows here, and not after hours
         _write(out.fileno(), 0, np.frombuffer(head, dtype=np.uint8))
         for step in shard.steps:
             for name, offset, data in _produced(step, source, errors):
-                _write(out.fileno(), len(head) + begin[name] + offset, data)
+                _write(out.fileno(), begins[name] + offset, data)
             progress.update(sum(tensor.size for tensor in step.reads))
             if isinstance(step, Encode):
                 for base in step.matrices:
