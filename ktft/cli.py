@@ -34,8 +34,8 @@ Let nothing else run meanwhile, and set the threads to the number of physical co
 """
 
 CONVERT_EPILOG = """\
-Only routed experts change; everything else is copied. DST is there when all of it is: until then the
-files lie in DST.partial, and the same command goes on after an interruption. Formats and layouts:
+Only routed experts change; everything else is copied. DST is there when all of it is; until then
+its files lie in DST.partial, and the same command goes on after an interruption. Formats:
 
   fp8-block             one scale for 128x128 weights, as DeepSeek publishes
   int8                  8 bits packed, one scale for a row, as compressed-tensors writes
