@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from tests.tiny_models import tiny_checkpoint, tiny_config
 
-LAYERS, EXPERTS, HIDDEN, INTERMEDIATE = 4, 32, 512, 256
+LAYERS, EXPERTS, HIDDEN, INTERMEDIATE = 4, 24, 512, 256
 
 
 def write_source(directory: Path) -> int:

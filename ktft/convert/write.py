@@ -30,7 +30,6 @@ from tqdm import tqdm
 
 from ktft import formats
 from ktft.bench.memory import resident
-from ktft.buffers import release_freed
 from ktft.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, CheckpointError, file_header
 from ktft.convert.plan import Copy, Decode, Encode, Headers, Plan, Shard, Step, make_plan
 from ktft.convert.source import Source, chunks, open_source, other_files
@@ -290,7 +289,6 @@ def _produced(step: Step, source: Source, errors: dict[str, float]) -> Iterator[
             errors[base] = formats.relative_error(weight, decoded)
             for role, tensor in encoded.items():
                 yield step.encoding.names(base)[role], 0, _bytes(tensor)
-        release_freed()  # see decoding.CodedSlice: results lie between what they were made with
 
 
 def _bytes(tensor: torch.Tensor) -> np.ndarray:
