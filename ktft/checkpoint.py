@@ -160,7 +160,7 @@ def file_header(
         The file's first bytes, name -> where each tensor begins, in that order, and the size of the file.
     """
     ordered = sorted(tensors.items(), key=lambda item: (-DTYPE_BITS[item[1][0]], item[0]))
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     begins: dict[str, int] = {}
     position = 0
     for name, (dtype, shape) in ordered:

@@ -31,6 +31,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"hidden_size": 64, "intermediate_size": 32, "max_shard_size": 60_000}
     path = tiny_checkpoint("mixtral", tmp_path_factory.mktemp("resume") / "source", **sizes)
     (path / "tokenizer.json").write_text("{}")
+    for file in path.glob("*.safetensors"):
+        # which the library gives in another order each time
+        save_file(load_file(file), file, metadata={"format": "pt", **{name: name for name in "bcadfe"}})
     return path
 
 
@@ -233,7 +236,7 @@ def test_a_source_that_changes_meanwhile(source: Path, target: Path, monkeypatch
             monkeypatch.setattr(write, "_write", original)
 
     monkeypatch.setattr(write, "_write", touching)
-    with pytest.raises(CheckpointError, match="changed while it was being loaded"):
+    with pytest.raises(CheckpointError, match="(changed|was truncated) while it was being"):
         convert(source, target, "int4-g32")
     assert len(finished(target)) == 1
 
