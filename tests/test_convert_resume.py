@@ -236,7 +236,7 @@ def test_a_source_that_changes_meanwhile(source: Path, target: Path, monkeypatch
             monkeypatch.setattr(write, "_write", original)
 
     monkeypatch.setattr(write, "_write", touching)
-    with pytest.raises(CheckpointError, match="(changed|was truncated) while it was being"):
+    with pytest.raises(CheckpointError, match=r"(changed|was truncated) while it was being"):
         convert(source, target, "int4-g32")
     assert len(finished(target)) == 1
 
