@@ -10,7 +10,8 @@ namespace {
 
 // Per wave, with dY the incoming gradient rows (unscaled by the routing weight w):
 //
-//   dh = dY Wd + s ((dY Bd) Ad)        d w = <dh, h>        dh *= w        d gate, d up, h  from the saved pre-activations
+//   dh = dY Wd + s ((dY Bd) Ad)        d w = <dh, h> + <dY, bd>        dh *= w
+//   d gate, d up, h  from the saved pre-activations
 //   dX = d gate Wg + d up Wu + s ((d gate Bg) Ag + (d up Bu) Au)           summed over a token's experts, ascending
 //   dAg = (s d gate Bg)ᵀ drop0(x)      dBg = d gateᵀ (s drop0(x) Agᵀ)      up likewise
 //   dAd = (w s dY Bd)ᵀ drop1(h)        dBd = dYᵀ (w s drop1(h) Adᵀ)
@@ -179,9 +180,10 @@ class Backward : Layer {
           const int64_t block = step.block + n, words_at = at + n * kBlock * word;
           const char* const gate = saved_gate + n * kBlock * element;
           const int columns = block_columns(call_.intermediate, block);
-          kernels_.swiglu_backward(worker.c[0] + n * kFewRows * kBlock, &routes_.weight[size_t(row)], call.rows, columns, gate,
-                                   gate + call_.intermediate * element, saved_stride, d_gate_ + words_at, d_up_ + words_at,
-                                   h_ + words_at, inter_stride_, partial_ + inside * column_blocks + block, column_blocks);
+          kernels_.activation_backward(call_.activation, worker.c[0] + n * kFewRows * kBlock, &routes_.weight[size_t(row)],
+                                       call.rows, columns, gate, gate + call_.intermediate * element, saved_stride,
+                                       d_gate_ + words_at, d_up_ + words_at, h_ + words_at, inter_stride_,
+                                       partial_ + inside * column_blocks + block, column_blocks);
           for (const auto& [rows, arranged] : {std::pair{d_gate_, d_gate_arranged_}, std::pair{d_up_, d_up_arranged_}})
             arrange(rows, inter_stride_, inside, call.rows, block * kBlock, columns, call_.intermediate, arranged);
         }
@@ -200,6 +202,8 @@ class Backward : Layer {
           const float* partial = partial_ + (row - wave.begin) * column_blocks;
           float dot = 0.0f;
           for (int64_t block = 0; block < column_blocks; ++block) dot += partial[block];
+          if (const float* const b = bias(kDown, chunk.expert))
+            dot += kernels_.dot(dy_ + (row - wave.begin) * hidden_stride_, b, call_.hidden);
           gradients_.top_k_weights[routes_.route[size_t(row)]] = dot;
         }
       }

@@ -22,9 +22,13 @@ T* pointer(uintptr_t address) {
 using PyMatrices =
     std::tuple<uintptr_t, int64_t, int, bool, uintptr_t, int64_t, int, int64_t, int64_t, int64_t, uintptr_t, bool>;
 
+// function, alpha, the gate's largest value, up's limit, up's shift
+using PyActivation = std::tuple<int, float, float, float, float>;
+
 struct PyCall : LayerCall {
   PyCall(int64_t tokens_, int64_t top_k_, int64_t experts_, int64_t hidden_, int64_t intermediate_, uintptr_t x_,
          uintptr_t top_k_index_, uintptr_t top_k_weights_, const std::vector<PyMatrices>& matrices,
+         const std::vector<uintptr_t>& biases_, const PyActivation& activation_,
          const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>& adapters_, uintptr_t adapter_ids_,
          double dropout_p_, uint64_t dropout_seed_, int compute_, int isa_, int threads_, bool residency_known_) {
     tokens = tokens_;
@@ -35,7 +39,11 @@ struct PyCall : LayerCall {
     x = pointer<const char>(x_);
     top_k_index = pointer<const int64_t>(top_k_index_);
     top_k_weights = pointer<const float>(top_k_weights_);
-    if (matrices.size() != 3) throw std::invalid_argument("expected gate, up and down");
+    if (matrices.size() != 3 || biases_.size() != 3) throw std::invalid_argument("expected gate, up and down");
+    for (size_t i = 0; i < 3; ++i) biases[i] = pointer<const float>(biases_[i]);
+    const auto& [function, alpha, gate_max, up_limit, up_shift] = activation_;
+    if (function < 0 || function >= kGateFunctions) throw std::invalid_argument("an activation that the kernels do not have");
+    activation = {GateFunction(function), alpha, gate_max, up_limit, up_shift};
     Matrices* const targets[3] = {&gate, &up, &down};
     for (size_t i = 0; i < 3; ++i) {
       const auto& [addresses, row_stride, format, transposed, scale_addresses, scale_stride, scale_format, scale_rows,
@@ -120,12 +128,13 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<PyCall>(m, "LayerCall")
       .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t, uintptr_t, uintptr_t, uintptr_t,
-                    const std::vector<PyMatrices>&, const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>&,
-                    uintptr_t, double, uint64_t, int, int, int, bool>(),
+                    const std::vector<PyMatrices>&, const std::vector<uintptr_t>&, const PyActivation&,
+                    const std::vector<std::tuple<std::vector<uintptr_t>, int, int64_t, float>>&, uintptr_t, double, uint64_t,
+                    int, int, int, bool>(),
            py::arg("tokens"), py::arg("top_k"), py::arg("experts"), py::arg("hidden"), py::arg("intermediate"), py::arg("x"),
-           py::arg("top_k_index"), py::arg("top_k_weights"), py::arg("matrices"), py::arg("adapters"), py::arg("adapter_ids"),
-           py::arg("dropout_p"), py::arg("dropout_seed"), py::arg("compute"), py::arg("isa"), py::arg("threads"),
-           py::arg("residency_known"));
+           py::arg("top_k_index"), py::arg("top_k_weights"), py::arg("matrices"), py::arg("biases"), py::arg("activation"),
+           py::arg("adapters"), py::arg("adapter_ids"), py::arg("dropout_p"), py::arg("dropout_seed"), py::arg("compute"),
+           py::arg("isa"), py::arg("threads"), py::arg("residency_known"));
 
   m.def(
       "forward",

@@ -88,6 +88,8 @@ class Forward : Layer {
         const Chunk call = chunk(wave, piece, row);
         const int count = call.rows;
         multiply(worker, terms, piece.adapters() + 1, base, row + piece.chunk < piece.end ? base : after, call, worker.c[0]);
+        if (const float* const b = bias(kDown, piece.expert, step.block * kBlock))
+          kernels_.add_bias(b, count, columns, worker.c[0]);
         wait();
         kernels_.scatter_add(worker.c[0], &routes_.weight[size_t(row)], count, columns, sum + step.block * kBlock, call_.hidden,
                              &routes_.token[size_t(row)]);

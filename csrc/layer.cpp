@@ -386,8 +386,10 @@ void Layer::gate_up(const Wave& wave, Rows x, const std::vector<LowRank>& gate, 
               worker,
               {low_rank_rows((p == kGate ? gate : up)[size_t(n)], n), lora_block(kForward, n, 2 * p + 1, piece.expert, block)},
               call, worker.c[p]);
-      kernels_.swiglu_forward(worker.c[kGate], worker.c[kUp], count, columns, saved_gate, saved_up, saved_stride, h_rows,
-                              inter_stride_);
+      for (const Projection p : {kGate, kUp})
+        if (const float* const b = bias(p, piece.expert, block * kBlock)) kernels_.add_bias(b, count, columns, worker.c[p]);
+      kernels_.activation_forward(call_.activation, worker.c[kGate], worker.c[kUp], count, columns, saved_gate, saved_up,
+                                  saved_stride, h_rows, inter_stride_);
       arrange(h, inter_stride_, inside, count, block * kBlock, columns, call_.intermediate, h_arranged);
     }
   });

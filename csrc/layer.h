@@ -252,6 +252,11 @@ class Layer {
   void multiply(Worker& worker, const Term* terms, int count, const Base& base, const Base& after, const Chunk& chunk, float* c,
                 std::initializer_list<Ahead::Area> areas = {}) const;
   void clear(const Chunk& chunk, int columns, float* c) const;
+  // Of one expert, from column `first` on; null if the projection has none.
+  const float* bias(Projection p, int64_t expert, int64_t first = 0) const {
+    const float* const biases = call_.biases[p];
+    return biases ? biases + expert * (p == kDown ? call_.hidden : call_.intermediate) + first : nullptr;
+  }
 
   Dropout dropout_for(int adapter, int site) const;
   // low.values = low.words = round(scale * rows x factor). The rows are those of `chunk`.

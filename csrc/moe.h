@@ -1,7 +1,10 @@
-// One layer of routed experts with SwiGLU and LoRA, forward and backward, on raw pointers. Knows no ISA, no torch, no Python.
+// One layer of routed experts with a gated activation and LoRA, forward and backward, on raw pointers. Knows no ISA, no torch,
+// no Python.
 //
-//   gate = x Wgᵀ + s (drop0(x) Agᵀ) Bgᵀ     up likewise     h = silu(gate) * up
-//   y    = h Wdᵀ + s (drop1(h) Adᵀ) Bdᵀ     out[t] = sum over the token's routes, by ascending expert, of weight * y
+//   gate = x Wgᵀ + s (drop0(x) Agᵀ) Bgᵀ + bg     up likewise     h = the activation of gate and up (table.h)
+//   y    = h Wdᵀ + s (drop1(h) Adᵀ) Bdᵀ + bd     out[t] = sum over the token's routes, by ascending expert, of weight * y
+//
+// Biases are added in fp32 after all products; what is rounded, and kept for backward, holds them.
 //
 // Routes are grouped by expert and processed in waves of rows, so that scratch depends on the number of threads and on T * H,
 // never on T * k * I. Within a wave each phase is a list of tasks: chunks of rows, or blocks of 64
@@ -49,6 +52,8 @@ struct LayerCall {
   const int64_t* top_k_index;  // [T, k]
   const float* top_k_weights;  // [T, k]
   Matrices gate, up, down;
+  const float* biases[3];  // of gate [E, I], up [E, I] and down [E, H]; null: none
+  Activation activation;
   std::vector<Adapter> adapters;
   const int64_t* adapter_ids;  // [T] or null: all adapters on all tokens
   double dropout_p;

@@ -17,6 +17,8 @@ class LayerCall:
         top_k_index: int,
         top_k_weights: int,
         matrices: Sequence[tuple[int, int, int, bool, int, int, int, int, int, int, int, bool]],
+        biases: Sequence[int],
+        activation: tuple[int, float, float, float, float],
         adapters: Sequence[tuple[Sequence[int], int, int, float]],
         adapter_ids: int,
         dropout_p: float,

@@ -72,7 +72,8 @@ class ExpertSource:
 
 @dataclass(frozen=True)
 class Place:
-    """Which rows of a stored matrix are meant: ``first``, ``first + step``, …; columns where it is the transpose."""
+    """Which rows of a stored matrix are meant: ``first``, ``first + step``, …; columns where it is the transpose.
+    ``step`` is 1 or 2."""
 
     first: int = 0
     step: int = 1
@@ -111,7 +112,7 @@ def describe(
     begin, stride = place.first * row_bytes, place.step * row_bytes
     if place.transposed:
         bits = place.first * row_bytes * 8 // cols
-        if place.step != 1 or bits % 8:
+        if (place.step != 1 and name not in PLAIN) or bits % 8:
             raise _refused(codes, source, "interleaved" if place.step != 1 else "beginning inside a byte", "columns")
         begin, stride = bits // 8, row_bytes
     for one in sources:
@@ -122,6 +123,7 @@ def describe(
         name,
         place.transposed,
         None if name in PLAIN else _scales(sources, mappings, experts, place),
+        place.step if place.transposed else 1,
     )
 
 

@@ -23,14 +23,25 @@ import torch
 from torch.autograd import forward_ad
 
 from ktft import _C
+from ktft.activation import GATE_FUNCTIONS
 from ktft.buffers import Buffers
-from ktft.weights import CODED, LORA_NAMES, PLAIN, SCALE_FORMATS, ExpertWeights, Scales, lookup, lora_shapes
+from ktft.weights import (
+    CODED,
+    LORA_NAMES,
+    PLAIN,
+    SCALE_FORMATS,
+    ExpertMatrices,
+    ExpertWeights,
+    Scales,
+    lookup,
+    lora_shapes,
+)
 
 MAX_RANK = 256
 MAX_ADAPTERS: int = _C.MAX_ADAPTERS
 _COMPUTE = {torch.bfloat16: 0, torch.float32: 1}
-_FORMATS = ("bf16", "fp32", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4")
-"""In the order of csrc/kernels/table.h."""
+_FORMATS = ("bf16", "fp32", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4", "bf16/2", "fp32/2", "fp16/2")
+"""In the order of csrc/kernels/table.h; with /2 where a column step of 2 makes it another one."""
 _LORA_FORMATS = {torch.bfloat16: 0, torch.float32: 1}
 _buffers = Buffers()
 
@@ -256,6 +267,7 @@ def _layer_call(call: _Call, experts: ExpertWeights) -> tuple[_C.LayerCall, list
     for n, scaling in enumerate(call.scaling):
         six = factors[6 * n : 6 * n + 6]
         adapters.append(([t.data_ptr() for t in six], _LORA_FORMATS[six[0].dtype], six[0].shape[1], scaling))
+    a = experts.activation
     layer_call = _C.LayerCall(
         tokens=x.shape[0],
         top_k=index.shape[1],
@@ -266,6 +278,8 @@ def _layer_call(call: _Call, experts: ExpertWeights) -> tuple[_C.LayerCall, list
         top_k_index=index.data_ptr(),
         top_k_weights=route_weights.data_ptr(),
         matrices=_matrices(experts),
+        biases=[0, 0, 0] if experts.biases is None else [bias.data_ptr() for bias in experts.biases],
+        activation=(GATE_FUNCTIONS.index(a.function), a.alpha, a.gate_max, a.up_limit, a.up_shift),
         adapters=adapters,
         adapter_ids=ids,
         dropout_p=call.dropout_p,
@@ -286,10 +300,14 @@ def _matrices(experts: ExpertWeights) -> list[tuple[Any, ...]]:
     found = _described.get(experts)
     if found is None:
         found = _described[experts] = [
-            (m.addresses.ctypes.data, m.row_stride, _FORMATS.index(m.format), m.transposed, *_scales(m.scales))
+            (m.addresses.ctypes.data, m.row_stride, _format(m), m.transposed, *_scales(m.scales))
             for m in (experts.gate, experts.up, experts.down)
         ]
     return found
+
+
+def _format(matrices: ExpertMatrices) -> int:
+    return _FORMATS.index(matrices.format if matrices.column_step == 1 else f"{matrices.format}/2")
 
 
 def _scales(scales: Scales | None) -> tuple[int, int, int, int, int, int, int, bool]:
@@ -548,4 +566,4 @@ def moe_experts(
     return out.to(dtype)
 
 
-assert {*PLAIN, *CODED} == set(_FORMATS)
+assert {*PLAIN, *CODED, *(f"{name}/2" for name in PLAIN)} == set(_FORMATS)

@@ -4,18 +4,20 @@ It computes in the dtype of ``hidden`` throughout (float64 for truth), loops ove
 from torch's own autograd. It shares no code with the kernels, except that the dropout mask is defined here in
 integers and has to be met by them bit for bit.
 
-    u_g = drop_0(x) A_gᵀ          gate = x W_gᵀ + s u_g B_gᵀ         (up likewise)
-    h = silu(gate) * up
-    y = h W_dᵀ + s (drop_1(h) A_dᵀ) B_dᵀ
+    u_g = drop_0(x) A_gᵀ          gate = x W_gᵀ + s u_g B_gᵀ + b_g         (up likewise)
+    h = the activation of gate and up, silu(gate) * up unless it says another
+    y = h W_dᵀ + s (drop_1(h) A_dᵀ) B_dᵀ + b_d
     out[t] = sum over the token's routes j of top_k_weights[t, j] * y
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+
+from ktft.activation import SWIGLU, Activation
 
 _MASK = 0xFFFFFFFF
 
@@ -50,6 +52,18 @@ def dropout_mask(
     return keep.to(dtype) / (1.0 - p)
 
 
+_GATE_FUNCTIONS: dict[str, Callable[[torch.Tensor, float], torch.Tensor]] = {
+    "silu": lambda x, alpha: x * torch.sigmoid(alpha * x),
+}
+
+
+def activate(activation: Activation, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """h of gate and up, which have the same shape."""
+    limit = activation.up_limit
+    value = _GATE_FUNCTIONS[activation.function](gate.clamp(max=activation.gate_max), activation.alpha)
+    return (up.clamp(-limit, limit) + activation.up_shift) * value
+
+
 def moe_experts(
     hidden: torch.Tensor,
     top_k_index: torch.Tensor,
@@ -62,8 +76,10 @@ def moe_experts(
     adapter_ids: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
+    activation: Activation = SWIGLU,
+    biases: Sequence[torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Routed experts with SwiGLU and LoRA: [T, H] -> [T, H], in hidden's dtype.
+    """Routed experts with LoRA: [T, H] -> [T, H], in hidden's dtype.
 
     Args:
         hidden: [T, H].
@@ -75,6 +91,8 @@ def moe_experts(
         scaling: one factor per adapter.
         adapter_ids: int64 [T] picks one adapter for each token (-1: none); None applies all adapters, summed.
         dropout_p, dropout_seed: see :func:`dropout_mask`; p = 0 in eval.
+        activation: see :func:`activate`.
+        biases: of gate [E, I], up [E, I] and down [E, H].
     """
     dtype = hidden.dtype
     top_k = top_k_index.shape[1]
@@ -107,9 +125,13 @@ def moe_experts(
         for n, (ga, gb, ua, ub, _, _) in enumerate(adapters):
             g = g + delta(x, ga[e], gb[e], n, 0, token, route)
             u = u + delta(x, ua[e], ub[e], n, 0, token, route)
-        h = F.silu(g) * u
+        if biases is not None:
+            g, u = g + biases[0][e].to(dtype), u + biases[1][e].to(dtype)
+        h = activate(activation, g, u)
         y = F.linear(h, down[e].to(dtype))
         for n, (_, _, _, _, da, db) in enumerate(adapters):
             y = y + delta(h, da[e], db[e], n, 1, token, route)
+        if biases is not None:
+            y = y + biases[2][e].to(dtype)
         out = out.index_add(0, token, top_k_weights[token, slot, None].to(dtype) * y)
     return out

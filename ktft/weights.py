@@ -1,7 +1,8 @@
 """Where a layer's routed experts lie in memory: addresses, strides and formats, never copies.
 
 An :class:`ExpertWeights` describes three matrices per expert, gate and up [I, H] and down [H, I], as base addresses
-into memory that somebody else owns (a file mapping, or tensors in tests). It is registered under an integer handle,
+into memory that somebody else owns (a file mapping, or tensors in tests); with them the activation, and biases, which
+are copied to fp32: 2 I + H numbers an expert. It is registered under an integer handle,
 because a torch op's schema carries integers, not Python objects. Handles are never reused; the registry holds the
 weights weakly, so whoever uses a handle (the module, the autograd context) keeps the object alive.
 
@@ -20,6 +21,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+
+from ktft.activation import SWIGLU, Activation
 
 PLAIN: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 """Formats whose stored elements are the weights: name -> dtype of one element."""
@@ -74,8 +77,10 @@ class ExpertMatrices:
         row_stride: bytes from one row *as stored* to the next.
         format: a key of :data:`PLAIN`, or one of :data:`CODED`.
         transposed: the file stores Wᵀ, i.e. [cols, rows]; element [i, j] of W is then at ``address + j * row_stride
-        + i * itemsize``.
+        + i * column_step * itemsize``.
         scales: of a coded matrix.
+        column_step: elements from one stored column to the next: 1, or, in a format of :data:`PLAIN`, 2, where two
+            matrices' columns are stored in turn.
     """
 
     addresses: np.ndarray
@@ -83,8 +88,14 @@ class ExpertMatrices:
     format: str
     transposed: bool = False
     scales: Scales | None = None
+    column_step: int = 1
 
     def __post_init__(self) -> None:
+        if self.column_step not in ((1, 2) if self.format in PLAIN else (1,)):
+            raise ValueError(
+                f"every {self.column_step}th column of expert weights in format {self.format!r}; expected all of them, "
+                f"or every second one of {', '.join(PLAIN)}"
+            )
         if self.format not in PLAIN and self.format not in CODED:
             raise ValueError(
                 f"expert weights in format {self.format!r}; this version decodes {', '.join(sorted({*PLAIN, *CODED}))}"
@@ -116,6 +127,9 @@ class ExpertWeights:
         intermediate_size: I.
         owner: whatever keeps the memory alive (a mapping, tensors); held for as long as this object lives.
         residency_known: see ``ktft.mapping.FileMapping``; False changes when the kernels read ahead.
+        activation: what becomes of gate and up.
+        biases: contiguous fp32 tensors on the CPU that are added to gate [E, I], up [E, I] and down [E, H]; None for
+            none.
 
     ``copy.deepcopy`` shares the object (frozen weights are never duplicated); pickling raises.
     """
@@ -130,6 +144,8 @@ class ExpertWeights:
         intermediate_size: int,
         owner: object,
         residency_known: bool = True,
+        activation: Activation = SWIGLU,
+        biases: Sequence[torch.Tensor] | None = None,
     ) -> None:
         counts = {len(gate.addresses), len(up.addresses), len(down.addresses)}
         if len(counts) != 1 or 0 in counts:
@@ -140,29 +156,53 @@ class ExpertWeights:
         self.num_experts = len(gate.addresses)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.owner, self.residency_known = owner, residency_known
+        self.activation, self.biases = activation, biases
+        if biases is not None:
+            e, h, i = self.num_experts, hidden_size, intermediate_size
+            for bias, shape in zip(biases, ((e, i), (e, i), (e, h)), strict=True):
+                fits = tuple(bias.shape) == shape and bias.dtype == torch.float32 and bias.device.type == "cpu"
+                if not fits or not bias.is_contiguous():
+                    raise ValueError(
+                        f"a bias must be contiguous float32 {shape} on the CPU, got {bias.dtype} {tuple(bias.shape)} "
+                        f"stride {bias.stride()} on {bias.device}"
+                    )
         with _lock:
             self.id = next(_ids)
             _registry[self.id] = self
 
     @classmethod
     def from_tensors(
-        cls, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, *, transposed: bool = False
+        cls,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        *,
+        transposed: bool = False,
+        activation: Activation = SWIGLU,
+        biases: Sequence[torch.Tensor] | None = None,
     ) -> ExpertWeights:
         """Describe in-memory tensors: gate, up [E, I, H] and down [E, H, I] (``transposed``: [E, H, I] and [E, I, H]).
 
-        The tensors are shared, not copied; they may be strided views as long as the last dimension is contiguous.
+        The tensors are shared, not copied; they may be strided views as long as the last dimension has a stride of 1
+        or 2.
         """
         names = {dtype: name for name, dtype in PLAIN.items()}
 
         def describe(tensor: torch.Tensor) -> ExpertMatrices:
-            if tensor.dim() != 3 or tensor.stride(2) != 1 or tensor.device.type != "cpu" or tensor.dtype not in names:
+            if (
+                tensor.dim() != 3
+                or tensor.stride(2) not in (1, 2)
+                or tensor.device.type != "cpu"
+                or tensor.dtype not in names
+            ):
                 raise ValueError(
-                    f"expected a CPU tensor [E, rows, cols] in {sorted(PLAIN)} with contiguous rows, "
+                    f"expected a CPU tensor [E, rows, cols] in {sorted(PLAIN)} with rows of stride 1 or 2, "
                     f"got {tensor.dtype} {tuple(tensor.shape)} stride {tensor.stride()} on {tensor.device}"
                 )
             size = tensor.element_size()
             addresses = tensor.data_ptr() + np.arange(tensor.shape[0], dtype=np.int64) * (tensor.stride(0) * size)
-            return ExpertMatrices(addresses, tensor.stride(1) * size, names[tensor.dtype], transposed)
+            name, step = names[tensor.dtype], tensor.stride(2)
+            return ExpertMatrices(addresses, tensor.stride(1) * size, name, transposed, column_step=step)
 
         inter, hidden = (gate.shape[2], gate.shape[1]) if transposed else (gate.shape[1], gate.shape[2])
         expected_down = (inter, hidden) if transposed else (hidden, inter)
@@ -175,6 +215,8 @@ class ExpertWeights:
             hidden_size=hidden,
             intermediate_size=inter,
             owner=(gate, up, down),
+            activation=activation,
+            biases=biases,
         )
 
     def matrix(self, name: str, expert: int) -> torch.Tensor:
@@ -193,12 +235,13 @@ class ExpertWeights:
             rows, cols = cols, rows
         stored_rows, stored_cols = (cols, rows) if matrices.transposed else (rows, cols)
         dtype = PLAIN[matrices.format]
-        out = torch.empty(stored_rows, stored_cols, dtype=dtype)
-        row_bytes = stored_cols * dtype.itemsize
+        out = torch.empty(stored_rows, (stored_cols - 1) * matrices.column_step + 1, dtype=dtype)
+        row_bytes = out.shape[1] * dtype.itemsize
         for row in range(stored_rows):
             source = int(matrices.addresses[expert]) + row * matrices.row_stride
             ctypes.memmove(out.data_ptr() + row * row_bytes, source, row_bytes)
-        return out.t().contiguous() if matrices.transposed else out
+        out = out[:, :: matrices.column_step]
+        return (out.t() if matrices.transposed else out).contiguous()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertWeights:
         return self

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ktft.activation import SWIGLU, Activation
 from ktft.reference import dropout_mask
 from ktft.weights import lora_shapes
 from tests.noise import UNIT, Noisy, exact
@@ -32,6 +33,8 @@ class Case:
     sentinels: bool = False
     ranks: tuple[int, ...] = ()  # where the adapters differ
     duplicates: bool = False  # a token may name an expert twice
+    activation: Activation = SWIGLU
+    biased: bool = False
     seed: int = 0
 
     def build(self, dtype: torch.dtype) -> Inputs:
@@ -62,6 +65,7 @@ class Case:
             scaling=[0.5 + n for n in range(self.adapters)],
             adapter_ids=torch.randint(-1, self.adapters, (t,), generator=generator) if self.per_token else None,
             dropout_seed=0x123456789ABCDEF + self.seed,
+            biases=[torch.randn(e, n, generator=generator) for n in (i, i, h)] if self.biased else None,
         )
 
 
@@ -79,6 +83,7 @@ class Inputs:
     scaling: list[float]
     adapter_ids: torch.Tensor | None
     dropout_seed: int
+    biases: list[torch.Tensor] | None
 
 
 @dataclass
@@ -91,6 +96,8 @@ class Truth:
 
 def layer_truth(inputs: Inputs) -> Truth:
     case, unit = inputs.case, UNIT[inputs.x.dtype]
+    a = case.activation
+    gate_range, up_range = (-torch.inf, a.gate_max), (-a.up_limit, a.up_limit)
     half = unit != UNIT[torch.float32]
     lora = [exact(t).rounded(unit) if half else exact(t) for t in inputs.lora]
     zero = lambda *shape: Noisy(torch.zeros(*shape, dtype=torch.float64), torch.zeros(*shape, dtype=torch.float64))  # noqa: E731
@@ -138,13 +145,20 @@ def layer_truth(inputs: Inputs) -> Truth:
         g, u = x @ wg.t, x @ wu.t
         for n in adapters:
             g, u = g.plus(u_gate[n] @ factor(n, 1).t), u.plus(u_up[n] @ factor(n, 3).t)
+        if inputs.biases is not None:
+            g, u = (x.plus(exact(b[e]).expanded(x)) for x, b in zip((g, u), inputs.biases[:2], strict=True))
         g, u = g.rounded(unit), u.rounded(unit)
-        h = (g.silu() * u).rounded(unit)
+        inner, factor_of_up = g.clamped(*gate_range), u.clamped(*up_range)
+        if a.up_shift:
+            factor_of_up = factor_of_up.plus(exact(torch.tensor(a.up_shift)).expanded(u))
+        h = (inner.silu(a.alpha) * factor_of_up).rounded(unit)
         h_in = [masked(h, mask(n, 1, case.intermediate)) for n in adapters]
         u_down = [low(h_in[n] @ factor(n, 4).t, n) for n in adapters]
         y = h @ wd.t
         for n in adapters:
             y = y.plus_correlated(u_down[n] @ factor(n, 5).t)  # both from the rounded h
+        if inputs.biases is not None:
+            y = y.plus(exact(inputs.biases[2][e]).expanded(y))
         scatter(out, token, y.scaled(w))
 
         v_down = [low(dy @ factor(n, 5), n) for n in adapters]
@@ -153,10 +167,12 @@ def layer_truth(inputs: Inputs) -> Truth:
             dh = dh.plus((v_down[n] @ factor(n, 4)).scaled(mask(n, 1, case.intermediate)))
         ones = exact(torch.ones(case.intermediate, 1))
         dot = (dh * h) @ ones
+        if inputs.biases is not None:
+            dot = dot.plus(dy @ exact(inputs.biases[2][e][:, None]))
         d_weights.value[token, slot], d_weights.sigma[token, slot] = dot.value[:, 0], dot.sigma[:, 0]
         dh = dh.scaled(w)
-        d_gate = (dh * u * g.silu_slope()).rounded(unit)
-        d_up = (dh * g.silu()).rounded(unit)
+        d_gate = (dh * factor_of_up * inner.silu_slope(a.alpha)).inside(g, *gate_range).rounded(unit)
+        d_up = (dh * inner.silu(a.alpha)).inside(u, *up_range).rounded(unit)
         v_gate = [low(d_gate @ factor(n, 1), n) for n in adapters]
         v_up = [low(d_up @ factor(n, 3), n) for n in adapters]
         dx = (d_gate @ wg).plus_correlated(d_up @ wu)

@@ -50,6 +50,9 @@ class Noisy:
     def plus_correlated(self, other: Noisy) -> Noisy:
         return Noisy(self.value + other.value, self.sigma + other.sigma).rounded(FP32_UNIT)
 
+    def expanded(self, like: Noisy) -> Noisy:
+        return Noisy(self.value.expand_as(like.value), self.sigma.expand_as(like.value))
+
     @property
     def t(self) -> Noisy:
         return Noisy(self.value.transpose(-1, -2), self.sigma.transpose(-1, -2))
@@ -58,15 +61,30 @@ class Noisy:
         factor = torch.as_tensor(factor, dtype=torch.float64)
         return Noisy(self.value * factor, self.sigma * factor.abs())
 
-    def silu(self) -> Noisy:
-        s = torch.sigmoid(self.value)
-        slope = s * (1 + self.value * (1 - s))
-        # |silu''| <= 1/2; the kernels' exponential is good to a few units
-        return Noisy(self.value * s, (slope * self.sigma).abs() + self.sigma**2 / 4).rounded(8 * FP32_UNIT)
+    def silu(self, alpha: float = 1.0) -> Noisy:
+        """x sigmoid(alpha x)."""
+        s = torch.sigmoid(alpha * self.value)
+        slope = s * (1 + alpha * self.value * (1 - s))
+        # |silu''| <= 1/2, alpha times that here; the kernels' exponential is good to a few units, and alpha and its
+        # product with x are rounded, an error of 2 |alpha x| units in the exponent
+        sigma = (slope * self.sigma).abs() + alpha * self.sigma**2 / 4
+        if alpha != 1.0:
+            sigma = sigma + (self.value * s * (1 - s) * alpha * self.value).abs() * 2 * FP32_UNIT
+        return Noisy(self.value * s, sigma).rounded(8 * FP32_UNIT)
 
-    def silu_slope(self) -> Noisy:
-        s = torch.sigmoid(self.value)
-        return Noisy(s * (1 + self.value * (1 - s)), self.sigma / 2 + 8 * FP32_UNIT)
+    def silu_slope(self, alpha: float = 1.0) -> Noisy:
+        s = torch.sigmoid(alpha * self.value)
+        slope = s * (1 + alpha * self.value * (1 - s))
+        return Noisy(slope, alpha * self.sigma / 2 + (8 if alpha == 1.0 else 16) * FP32_UNIT)
+
+    def clamped(self, low: float, high: float) -> Noisy:
+        return Noisy(self.value.clamp(low, high), self.sigma)
+
+    def inside(self, of: Noisy, low: float, high: float) -> Noisy:
+        """Self, or 0 where ``of`` lies outside of [low, high]; either where its error decides which."""
+        near = (torch.minimum((of.value - low).abs(), (of.value - high).abs()) <= SIGMAS * of.sigma).double()
+        mask = ((of.value >= low) & (of.value <= high)).double()
+        return Noisy(self.value * mask, self.sigma + near * self.value.abs())
 
 
 def exact(tensor: torch.Tensor) -> Noisy:

@@ -18,6 +18,21 @@ struct RunOfHalves {
 struct Fp16Codes {
   static Vec::F load(const char* row, int64_t col, int lanes) { return Vec::load_fp16_n(row + 2 * col, lanes); }
 };
+// Codes of `size` bytes with as many bytes between them, which the last one does not have.
+template <class Codes, int size>
+struct EverySecond {
+  static Vec::F load(const char* row, int64_t col, int lanes) {
+    alignas(64) char codes[Vec::kLanes * size];
+    for (int i = 0; i < lanes; ++i) __builtin_memcpy(codes + i * size, row + 2 * size * (col + i), size);
+    return Codes::load(codes, 0, lanes);
+  }
+};
+struct Bf16Codes {
+  static Vec::F load(const char* row, int64_t col, int lanes) { return Vec::load_bf16_n(row + 2 * col, lanes); }
+};
+struct Fp32Codes {
+  static Vec::F load(const char* row, int64_t col, int lanes) { return Vec::load_n(row + 4 * col, lanes); }
+};
 struct Fp8Codes {
   static Vec::F load(const char* row, int64_t col, int lanes) { return Vec::e4m3(Vec::bytes(row + col, lanes)); }
   template <class Unit = Vec>
@@ -121,6 +136,14 @@ inline void decode_rows_of(const Stored& source, int64_t rows, int64_t cols, cha
   }
 }
 
+template <class Mode, class Codes>
+inline void decode_unscaled(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride) {
+  for (int64_t row = 0; row < rows; ++row, words += word_stride) {
+    decode_some<Mode, Codes>(source.data + (source.row + row) * source.stride, source.col, 0, cols, 1.0f, words);
+    pad_word<Mode>(words, cols);
+  }
+}
+
 // Rows of codes -> rows of words, padded with zeros to a whole word.
 template <class Mode>
 inline void decode_codes(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride) {
@@ -129,11 +152,13 @@ inline void decode_codes(const Stored& source, int64_t rows, int64_t cols, char*
     case kFp32:
       break;  // direct
     case kFp16:
-      for (int64_t row = 0; row < rows; ++row, words += word_stride) {
-        decode_some<Mode, Fp16Codes>(source.data + (source.row + row) * source.stride, source.col, 0, cols, 1.0f, words);
-        pad_word<Mode>(words, cols);
-      }
-      break;
+      return decode_unscaled<Mode, Fp16Codes>(source, rows, cols, words, word_stride);
+    case kEverySecondBf16:
+      return decode_unscaled<Mode, EverySecond<Bf16Codes, 2>>(source, rows, cols, words, word_stride);
+    case kEverySecondFp32:
+      return decode_unscaled<Mode, EverySecond<Fp32Codes, 4>>(source, rows, cols, words, word_stride);
+    case kEverySecondFp16:
+      return decode_unscaled<Mode, EverySecond<Fp16Codes, 2>>(source, rows, cols, words, word_stride);
     case kFp8:
       return decode_rows_of<Mode, Fp8Codes>(source, rows, cols, words, word_stride);
     case kInt8:

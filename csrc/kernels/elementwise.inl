@@ -1,4 +1,4 @@
-// SwiGLU forward and backward, scatter, LoRA's small operands and gradients, dropout. Included by unit.inl.
+// Activation forward and backward, biases, scatter, LoRA's small operands and gradients, dropout. Included by unit.inl.
 
 // e^x for x in [-87, 88] (clamped): x = n ln 2 + r, |r| <= ln 2 / 2, Taylor series to r^7 (remainder < r^8 / 8! = 5.2e-9
 // relative).
@@ -32,57 +32,118 @@ inline Vec::F round_compute(Vec::F x) {
   else return x;
 }
 
-template <class Mode>
-void swiglu_forward(const float* gate, const float* up, int rows, int cols, char* saved_gate, char* saved_up,
-                    ptrdiff_t saved_stride, char* h, ptrdiff_t h_stride) {
-  for (int row = 0; row < rows; ++row, gate += kBlock, up += kBlock, h += h_stride) {
-    for_columns(cols, [&](int64_t col, int lanes) {
-      const Vec::F g = round_compute<Mode>(load_cols(kFp32, bytes(gate + col), lanes));
-      const Vec::F u = round_compute<Mode>(load_cols(kFp32, bytes(up + col), lanes));
-      if (saved_gate) {
-        const ptrdiff_t at = row * saved_stride + col * size_of(Mode::kCompute);
-        store_cols(Mode::kCompute, saved_gate + at, g, lanes);
-        store_cols(Mode::kCompute, saved_up + at, u, lanes);
-      }
-      const Vec::F value = Vec::mul(Vec::mul(g, sigmoid(g)), u);
-      store_cols(Mode::kWord, h + col * size_of(Mode::kWord), round_compute<Mode>(value), lanes);
-    });
-    pad_word<Mode>(h, cols);
+// Functions of the gate and their derivatives: a struct each, and a case in with_function.
+struct ValueAndSlope {
+  Vec::F value, slope;
+};
+struct SiluOfAlpha {
+  static ValueAndSlope at(Vec::F x, const Activation& activation) {
+    const Vec::F one = Vec::set1(1.0f), scaled = Vec::mul(x, Vec::set1(activation.alpha)), s = sigmoid(scaled);
+    return {Vec::mul(x, s), Vec::mul(s, Vec::fma(scaled, Vec::sub(one, s), one))};
+  }
+};
+
+// f(a function of the gate, whether there are limits)
+template <class F>
+inline void with_function(const Activation& activation, F f) {
+  const auto chosen = [&](auto function) {
+    if (activation.limits()) f(function, std::true_type());
+    else f(function, std::false_type());
+  };
+  switch (activation.function) {
+    case kSilu:
+      return chosen(SiluOfAlpha());
   }
 }
 
+// The gate's function and the other factor, each with its derivative.
+struct Factors {
+  ValueAndSlope gate, up;
+};
+template <class Function, bool limits>
+inline Factors factors_of(const Activation& activation, Vec::F gate, Vec::F up) {
+  if constexpr (!limits) return {Function::at(gate, activation), {up, Vec::set1(1.0f)}};
+  const float low = -INFINITY, high = activation.gate_max, limit = activation.up_limit;
+  ValueAndSlope of_gate = Function::at(Vec::clamp(gate, low, high), activation);
+  of_gate.slope = Vec::within(of_gate.slope, gate, low, high);
+  const Vec::F other = Vec::add(Vec::clamp(up, -limit, limit), Vec::set1(activation.up_shift));
+  return {of_gate, {other, Vec::within(Vec::set1(1.0f), up, -limit, limit)}};
+}
+
 template <class Mode>
-void swiglu_backward(const float* dh, const float* route_weight, int rows, int cols, const char* saved_gate,
-                     const char* saved_up, ptrdiff_t saved_stride, char* d_gate, char* d_up, char* h, ptrdiff_t word_stride,
-                     float* partial, ptrdiff_t partial_stride) {
-  const Vec::F one = Vec::set1(1.0f);
-  for (int row = 0; row < rows; ++row, dh += kBlock) {
-    const Vec::F weight = Vec::set1(route_weight[row]);
-    Vec::F dot = Vec::zero();
-    char* d_gate_row = d_gate + row * word_stride;
-    char* d_up_row = d_up + row * word_stride;
-    char* h_row = h + row * word_stride;
+void activation_forward(const Activation& activation, const float* gate, const float* up, int rows, int cols, char* saved_gate,
+                        char* saved_up, ptrdiff_t saved_stride, char* h, ptrdiff_t h_stride) {
+  with_function(activation, [&](auto function, auto limits) {
+    for (int row = 0; row < rows; ++row, gate += kBlock, up += kBlock, h += h_stride) {
+      for_columns(cols, [&](int64_t col, int lanes) {
+        const Vec::F g = round_compute<Mode>(load_cols(kFp32, bytes(gate + col), lanes));
+        const Vec::F u = round_compute<Mode>(load_cols(kFp32, bytes(up + col), lanes));
+        if (saved_gate) {
+          const ptrdiff_t at = row * saved_stride + col * size_of(Mode::kCompute);
+          store_cols(Mode::kCompute, saved_gate + at, g, lanes);
+          store_cols(Mode::kCompute, saved_up + at, u, lanes);
+        }
+        const Factors x = factors_of<decltype(function), limits.value>(activation, g, u);
+        const Vec::F value = Vec::mul(x.gate.value, x.up.value);
+        store_cols(Mode::kWord, h + col * size_of(Mode::kWord), round_compute<Mode>(value), lanes);
+      });
+      pad_word<Mode>(h, cols);
+    }
+  });
+}
+
+template <class Mode>
+void activation_backward(const Activation& activation, const float* dh, const float* route_weight, int rows, int cols,
+                         const char* saved_gate, const char* saved_up, ptrdiff_t saved_stride, char* d_gate, char* d_up,
+                         char* h, ptrdiff_t word_stride, float* partial, ptrdiff_t partial_stride) {
+  with_function(activation, [&](auto function, auto limits) {
+    for (int row = 0; row < rows; ++row, dh += kBlock) {
+      const Vec::F weight = Vec::set1(route_weight[row]);
+      Vec::F sum = Vec::zero();
+      char* d_gate_row = d_gate + row * word_stride;
+      char* d_up_row = d_up + row * word_stride;
+      char* h_row = h + row * word_stride;
+      for_columns(cols, [&](int64_t col, int lanes) {
+        const ptrdiff_t at = row * saved_stride + col * size_of(Mode::kCompute);
+        const Vec::F g = load_cols(Mode::kCompute, saved_gate + at, lanes);
+        const Vec::F u = load_cols(Mode::kCompute, saved_up + at, lanes);
+        Vec::F d = load_cols(kFp32, bytes(dh + col), lanes);
+        const Factors x = factors_of<decltype(function), limits.value>(activation, g, u);
+        const Vec::F value = round_compute<Mode>(Vec::mul(x.gate.value, x.up.value));
+        sum = Vec::fma(d, value, sum);
+        d = Vec::mul(d, weight);
+        const Vec::F to_gate = Vec::mul(Vec::mul(d, x.up.value), x.gate.slope);
+        Vec::F to_up = Vec::mul(d, x.gate.value);
+        if constexpr (limits.value) to_up = Vec::mul(to_up, x.up.slope);
+        const ptrdiff_t out = col * size_of(Mode::kWord);
+        store_cols(Mode::kWord, d_gate_row + out, round_compute<Mode>(to_gate), lanes);
+        store_cols(Mode::kWord, d_up_row + out, round_compute<Mode>(to_up), lanes);
+        store_cols(Mode::kWord, h_row + out, value, lanes);
+      });
+      pad_word<Mode>(d_gate_row, cols);
+      pad_word<Mode>(d_up_row, cols);
+      pad_word<Mode>(h_row, cols);
+      partial[row * partial_stride] = Vec::sum(sum);
+    }
+  });
+}
+
+inline void add_bias(const float* bias, int rows, int cols, float* c) {
+  for (int row = 0; row < rows; ++row, c += kBlock)
     for_columns(cols, [&](int64_t col, int lanes) {
-      const ptrdiff_t at = row * saved_stride + col * size_of(Mode::kCompute);
-      const Vec::F g = load_cols(Mode::kCompute, saved_gate + at, lanes);
-      const Vec::F u = load_cols(Mode::kCompute, saved_up + at, lanes);
-      Vec::F d = load_cols(kFp32, bytes(dh + col), lanes);
-      const Vec::F s = sigmoid(g);
-      const Vec::F silu = Vec::mul(g, s);
-      const Vec::F value = round_compute<Mode>(Vec::mul(silu, u));
-      dot = Vec::fma(d, value, dot);
-      d = Vec::mul(d, weight);
-      const Vec::F slope = Vec::mul(s, Vec::fma(g, Vec::sub(one, s), one));  // d silu / d g = s (1 + g (1 - s))
-      const ptrdiff_t out = col * size_of(Mode::kWord);
-      store_cols(Mode::kWord, d_gate_row + out, round_compute<Mode>(Vec::mul(Vec::mul(d, u), slope)), lanes);
-      store_cols(Mode::kWord, d_up_row + out, round_compute<Mode>(Vec::mul(d, silu)), lanes);
-      store_cols(Mode::kWord, h_row + out, value, lanes);
+      const Vec::F sum = Vec::add(load_cols(kFp32, bytes(c + col), lanes), load_cols(kFp32, bytes(bias + col), lanes));
+      store_cols(kFp32, bytes(c + col), sum, lanes);
     });
-    pad_word<Mode>(d_gate_row, cols);
-    pad_word<Mode>(d_up_row, cols);
-    pad_word<Mode>(h_row, cols);
-    partial[row * partial_stride] = Vec::sum(dot);
-  }
+}
+
+template <class Mode>
+float dot(const char* words, const float* vector, int64_t cols) {
+  Vec::F sum = Vec::zero();
+  for_columns(cols, [&](int64_t col, int lanes) {
+    sum = Vec::fma(load_cols(Mode::kWord, words + col * size_of(Mode::kWord), lanes),
+                   load_cols(kFp32, bytes(vector + col), lanes), sum);
+  });
+  return Vec::sum(sum);
 }
 
 constexpr int kScatterAhead = 4;  // rows whose targets are on their way into L1

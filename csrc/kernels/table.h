@@ -18,6 +18,7 @@
 // a vector in each part, whose sums are added to C in order (tiles: see tiles.inl). That depends on the reduction's length
 // alone, never on the number of rows or columns, the tile, the layout, or the thread.
 #pragma once
+#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -27,11 +28,24 @@ constexpr int kBlock = 64;       // columns of a panel and of a C tile
 constexpr int kPartWords = 512;  // of a reduction: a panel of 128 KiB
 constexpr int kChunk = 192;      // rows of a C tile: 48 KiB, which leaves L2 to the operands
 
-// Of stored elements. The first two are also those of words; for the others a decoder makes words, see decode.inl.
-enum Format : int { kBf16, kFp32, kFp16, kFp8, kInt8, kInt4, kMxfp4, kNvfp4 };
-constexpr int kFormats = 8;
-constexpr int bits_of(Format format) {
-  constexpr int bits[kFormats] = {16, 32, 16, 8, 8, 4, 4, 4};
+// Of stored elements. The first two are also those of words; for the others a decoder makes words, see decode.inl. In an
+// every-second format as many elements of something else lie between a row's elements.
+enum Format : int {
+  kBf16,
+  kFp32,
+  kFp16,
+  kFp8,
+  kInt8,
+  kInt4,
+  kMxfp4,
+  kNvfp4,
+  kEverySecondBf16,
+  kEverySecondFp32,
+  kEverySecondFp16
+};
+constexpr int kFormats = 11;
+constexpr int bits_of(Format format) {  // from one element to the next
+  constexpr int bits[kFormats] = {16, 32, 16, 8, 8, 4, 4, 4, 32, 64, 32};
   return bits[format];
 }
 constexpr bool is_direct(Format format) { return format <= kFp32; }
@@ -116,6 +130,20 @@ struct Ahead {
   Area areas[kAreas] = {};  // other memory, brought into L2
 };
 
+// h = (clamp(up, -up_limit, up_limit) + up_shift) * f(min(gate, gate_max)). A limit's derivative is 1 on it, 0 beyond it.
+enum GateFunction : int { kSilu };  // f(x) = x sigmoid(alpha x)
+constexpr int kGateFunctions = 1;
+struct Activation {
+  GateFunction function = kSilu;
+  float alpha = 1.0f;
+  float gate_max = INFINITY, up_limit = INFINITY, up_shift = 0.0f;
+
+  // Always inlined, like Stored's members.
+  __attribute__((always_inline)) bool limits() const {
+    return gate_max != INFINITY || up_limit != INFINITY || up_shift != 0.0f;
+  }
+};
+
 struct Dropout {  // see ktft/reference.py: dropout_mask
   uint64_t seed;
   uint32_t stream;     // adapter * 2 + site
@@ -148,14 +176,18 @@ struct Kernels {
   void (*arrange_rows)(const char* source, ptrdiff_t stride, int rows, int64_t first, int64_t count, int64_t words,
                        char* arranged);
 
-  // h = silu(g) * u with g, u rounded to the compute dtype first (and saved so, unless null). h goes to rows of words.
-  void (*swiglu_forward)(const float* gate, const float* up, int rows, int cols, char* saved_gate, char* saved_up,
-                         ptrdiff_t saved_stride, char* h, ptrdiff_t h_stride);
-  // From dh (unscaled by the routing weight), the saved g and u, and the routing weights: words of d gate, d up, h, and
+  // h of gate and up rounded to the compute dtype first (and saved so, unless null). h goes to rows of words.
+  void (*activation_forward)(const Activation& activation, const float* gate, const float* up, int rows, int cols,
+                             char* saved_gate, char* saved_up, ptrdiff_t saved_stride, char* h, ptrdiff_t h_stride);
+  // From dh (unscaled by the routing weight), the saved gate and up, and the routing weights: words of d gate, d up, h, and
   // partial[i * partial_stride] = sum over the block's columns of dh * h.
-  void (*swiglu_backward)(const float* dh, const float* route_weight, int rows, int cols, const char* saved_gate,
-                          const char* saved_up, ptrdiff_t saved_stride, char* d_gate, char* d_up, char* h,
-                          ptrdiff_t word_stride, float* partial, ptrdiff_t partial_stride);
+  void (*activation_backward)(const Activation& activation, const float* dh, const float* route_weight, int rows, int cols,
+                              const char* saved_gate, const char* saved_up, ptrdiff_t saved_stride, char* d_gate, char* d_up,
+                              char* h, ptrdiff_t word_stride, float* partial, ptrdiff_t partial_stride);
+  // c[i][0 .. cols) += bias.
+  void (*add_bias)(const float* bias, int rows, int cols, float* c);
+  // The sum of a row of words, `cols` elements, times as many floats.
+  float (*dot)(const char* words, const float* vector, int64_t cols);
   // out[out_rows[i]][0 .. cols) += factor[i] * c[i]; factor null means 1. out_stride in floats.
   void (*scatter_add)(const float* c, const float* factor, int rows, int cols, float* out, ptrdiff_t out_stride,
                       const int32_t* out_rows);

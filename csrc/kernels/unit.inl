@@ -1,5 +1,7 @@
 // Fills one row of the kernel table for the unit that included it: define Vec (and Bf16Dot where the unit has it) first.
 
+#include <type_traits>
+
 namespace {
 
 using namespace ktft;
@@ -36,8 +38,10 @@ constexpr Kernels make_kernels() {
       decode_panel<Mode>,
       decodes_aside<Mode>,
       Products::kArrangeRows,
-      swiglu_forward<Mode>,
-      swiglu_backward<Mode>,
+      activation_forward<Mode>,
+      activation_backward<Mode>,
+      add_bias,
+      dot<Mode>,
       scatter_add,
       store_rounded<Mode>,
       store_low_rank<Mode>,

@@ -100,6 +100,10 @@ struct Vec {
   static F clamp(F x, float low, float high) {  // NaN passes: min and max return their second operand then
     return _mm256_min_ps(set1(high), _mm256_max_ps(set1(low), x));
   }
+  static F within(F x, F of, float low, float high) {  // x, or 0 where `of` lies outside; its NaN does not
+    const F inside = _mm256_and_ps(_mm256_cmp_ps(of, set1(low), _CMP_NLT_UQ), _mm256_cmp_ps(of, set1(high), _CMP_NGT_UQ));
+    return _mm256_and_ps(inside, x);
+  }
   static F nearest(F x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static F pow2(F n) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));

@@ -94,6 +94,10 @@ struct Vec {
   static F clamp(F x, float low, float high) {  // NaN passes: min and max return their second operand then
     return _mm512_min_ps(set1(high), _mm512_max_ps(set1(low), x));
   }
+  static F within(F x, F of, float low, float high) {  // x, or 0 where `of` lies outside; its NaN does not
+    const __mmask16 inside = _mm512_cmp_ps_mask(of, set1(low), _CMP_NLT_UQ) & _mm512_cmp_ps_mask(of, set1(high), _CMP_NGT_UQ);
+    return _mm512_maskz_mov_ps(inside, x);
+  }
   static F nearest(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
   static F pow2(F n) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));

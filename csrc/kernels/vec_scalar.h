@@ -137,6 +137,9 @@ struct Vec {
   static F clamp(F x, float low, float high) {  // NaN passes
     return each([&](int i) { return x.lane[i] < low ? low : (x.lane[i] > high ? high : x.lane[i]); });
   }
+  static F within(F x, F of, float low, float high) {  // x, or 0 where `of` lies outside; its NaN does not
+    return each([&](int i) { return of.lane[i] < low || of.lane[i] > high ? 0.0f : x.lane[i]; });
+  }
   static F nearest(F x) {
     return each([&](int i) { return rintf(x.lane[i]); });
   }
