@@ -7,6 +7,7 @@ and turns expert tensors into :class:`~ktft.weights.ExpertWeights` over read-onl
     per expert    {prefix}.{e}.gate_proj.weight [I, H], up likewise, down [H, I]
     fused         gate_up [E, 2I, H] (gate rows first, or gate and up rows in turn) and down [E, H, I]
     transposed    gate_up [E, H, 2I] and down [E, I, H]; told from the shapes in the files
+    biases        gate_up [E, 2I], in the order of its rows, and down [E, H]; copied to fp32
 
 A *parameter* is what a weight is called where nothing is quantised: a matrix whose codes are ``x.weight_packed``, with
 ``x.weight_scale`` beside them, is the parameter ``x.weight``; a plain tensor is a parameter by its own name.
@@ -23,11 +24,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 import torch
 
+from ktft.activation import SWIGLU, Activation
 from ktft.expert_layout import ExpertSource, Place, Tensor, describe
 from ktft.formats import (
     DTYPE_BITS,
@@ -50,7 +52,7 @@ MODELOPT_FILE = "hf_quant_config.json"
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 
 
-Part = Literal["gate", "up", "down", "gate_up"]
+Part = Literal["gate", "up", "down", "gate_up", "gate_up_bias", "down_bias"]
 
 
 @dataclass(frozen=True)
@@ -385,6 +387,8 @@ class Checkpoint:
         hidden_size: int,
         intermediate_size: int,
         interleaved: bool = False,
+        biased: bool = False,
+        activation: Activation = SWIGLU,
     ) -> ExpertWeights:
         """Addresses of one layer's experts.
 
@@ -393,12 +397,14 @@ class Checkpoint:
             tensors: every parameter of that layer's experts.
             num_experts, hidden_size, intermediate_size: E, H, I of the model.
             interleaved: fused gate and up rows take turns (gate first), instead of all of gate before all of up.
+            biased: the experts have biases, in fused tensors.
+            activation: goes with the weights.
 
         Raises:
             CheckpointError: a tensor is missing, misshapen, there twice, or in a format that is not supported.
         """
         e, h, i = num_experts, hidden_size, intermediate_size
-        parts: dict[Part, dict[int | None, ExpertSource]] = {"gate": {}, "up": {}, "down": {}, "gate_up": {}}
+        parts: dict[Part, dict[int | None, ExpertSource]] = {part: {} for part in get_args(Part)}
         for item in tensors:
             source = self.source(item.key)
             codes = source.tensors["codes"]
@@ -419,6 +425,8 @@ class Checkpoint:
         if not fused:
             every: list[int | None] = list(range(e))
             expected = {"gate": every, "up": every, "down": every, "gate_up": []}
+        bias_parts: tuple[Part, Part] = ("gate_up_bias", "down_bias")
+        expected |= {part: [None] if biased else [] for part in bias_parts}
         self._check_complete(prefix, parts, expected)
         used = [tensor for part in parts.values() for source in part.values() for tensor in source.tensors.values()]
         mappings = {file: self.map(file) for file in sorted({tensor.file for tensor in used})}
@@ -431,15 +439,25 @@ class Checkpoint:
                 _check_like(source, found[0])
             return describe(found, mappings, e, Place())
 
+        step, up_first = (2, 1) if interleaved else (1, i)
         if not fused:
             gate, up, down = matrices("gate", i, h), matrices("up", i, h), matrices("down", h, i)
         else:
             gate_up, down_all = parts["gate_up"][None], parts["down"][None]
             transposed = _is_transposed(gate_up, down_all, e, h, i)
-            step, up_first = (2, 1) if interleaved else (1, i)
             gate = describe([gate_up], mappings, e, Place(0, step, transposed))
             up = describe([gate_up], mappings, e, Place(up_first, step, transposed))
             down = describe([down_all], mappings, e, Place(transposed=transposed))
+        biases = None
+        if biased:
+            for part, columns in zip(bias_parts, (2 * i, h), strict=True):
+                _check_shape(parts[part][None], (e, columns))
+            fused_bias, down_bias = (self.read(parts[part][None].tensors["codes"]).float() for part in bias_parts)
+            biases = (
+                fused_bias[:, ::step][:, :i].contiguous(),
+                fused_bias[:, up_first::step].contiguous(),
+                down_bias,
+            )
         return ExpertWeights(
             gate,
             up,
@@ -448,6 +466,8 @@ class Checkpoint:
             intermediate_size=i,
             owner=tuple(mappings.values()),
             residency_known=all(mapping.residency_known for mapping in mappings.values()),
+            activation=activation,
+            biases=biases,
         )
 
     def _check_complete(

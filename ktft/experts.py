@@ -25,12 +25,15 @@ from ktft.weights import ExpertWeights
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """How one layer's experts are called.
+    """How one layer's experts are called, and how the stock model's fused parameters hold them.
 
     Attributes:
         module: path of the experts module in the model, e.g. ``model.layers.0.mlp.experts``.
         disk: prefix in the family's own published per-expert naming, e.g. ``model.layers.0.block_sparse_moe.experts``.
         gate, up, down: the matrices in that naming, e.g. ``w1``, ``w3``, ``w2``.
+        interleaved: outputs of gate and up take turns in the fused parameter (gate first), instead of all of gate
+            before all of up.
+        transposed: the fused parameters are [E, in, out].
 
     A checkpoint's tensor is ``{disk}.{expert}.{gate}.weight``, an adapter's
     ``base_model.model.{disk}.{expert}.{gate}.lora_A.weight``.
@@ -41,6 +44,8 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    interleaved: bool = False
+    transposed: bool = False
 
 
 class CpuExperts(nn.Module):
@@ -74,6 +79,13 @@ class CpuExperts(nn.Module):
         self.weights, self.names, self.recompute = weights, names, recompute
         self.num_experts = weights.num_experts
         self.hidden_size, self.intermediate_size = weights.hidden_size, weights.intermediate_size
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers in the weights and biases."""
+        biases = () if self.weights is None else self.weights.biases or ()
+        matrices = 3 * self.num_experts * self.hidden_size * self.intermediate_size
+        return matrices + sum(bias.numel() for bias in biases)
 
     def forward(self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """The experts without LoRA: [T, H] -> [T, H] in hidden's dtype and on hidden's device."""

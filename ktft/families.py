@@ -3,8 +3,9 @@
 There is no table of families. transformers marks every experts class that follows its experts contract with layout
 attributes, and describes how published tensors become the model's parameters; from these come the experts modules,
 their sizes, their names on disk, and which tensor is which expert's. A family is accepted when the stock class's own
-eager forward, run at a tiny size on inputs of several magnitudes, equals :func:`ktft.reference.moe_experts`,
-and so does its gate alone; otherwise it is refused before any weight is read.
+eager forward, run at a tiny size on inputs of several magnitudes, equals :func:`ktft.reference.moe_experts` with one of
+the activations that the class's attributes speak of, and so does its gate alone; otherwise it is refused before any
+weight is read.
 
 This is the one module that touches transformers' internals (written for >= 5.17, < 6); each touch says what it relies
 on.
@@ -18,7 +19,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -38,6 +39,7 @@ from transformers.core_model_loading import (
 )
 
 from ktft import reference
+from ktft.activation import SWIGLU, Activation, clamped_swiglu
 from ktft.checkpoint import CheckpointError, ExpertTensor, Part
 from ktft.experts import CpuExperts, ExpertNames
 
@@ -48,13 +50,15 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class ExpertsModule:
-    """One experts module of the stock model: its class, sizes E, H, I, and names."""
+    """One experts module of the stock model: its class, sizes E, H, I, names, and function."""
 
     stock: type[nn.Module]
     num_experts: int
     hidden_size: int
     intermediate_size: int
     names: ExpertNames
+    biased: bool
+    activation: Activation
 
 
 _LAYOUT = {"is_transposed", "is_concatenated", "has_bias", "has_gate"}
@@ -62,6 +66,21 @@ _LAYOUT = {"is_transposed", "is_concatenated", "has_bias", "has_gate"}
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 """Names of the fused parameters in every experts class that follows the contract (with a gate)."""
+
+_PARTS: dict[str, Part] = {
+    _GATE_UP: "gate_up",
+    _DOWN: "down",
+    f"{_GATE_UP}_bias": "gate_up_bias",
+    f"{_DOWN}_bias": "down_bias",
+}
+"""Those and, where the class says that it has them, their biases."""
+
+_ALPHA, _LIMIT = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
+"""What experts classes call the numbers of gpt-oss's activation."""
+
+
+class _Difference(Exception):
+    """Why the function of a stock experts module is not ktft's."""
 
 
 _patch_lock = threading.Lock()
@@ -103,42 +122,64 @@ def experts_modules(model: PreTrainedModel) -> dict[str, ExpertsModule]:
         )
     out = {}
     for name, module in found.items():
-        stock = type(module)
-        difference = _difference(module)  # of every instance: a config may set limits layer by layer
-        if difference is not None:
+        stock, layout = type(module), vars(module)
+        try:
+            activation = _activation(module)  # of every instance: a config may set limits layer by layer
+        except _Difference as difference:
             raise UnsupportedModelError(
                 f"model family {family!r} is not supported: its experts class {stock.__name__} {difference}. "
-                "ktft computes down(silu(gate(x)) * up(x)) without biases and would give wrong results."
-            )
+                "ktft computes down(silu(gate(x)) * up(x)), or with gpt-oss's activation where the class has its alpha "
+                "and limit as attributes, with or without biases, and would give wrong results."
+            ) from None
         num_experts, a, b = module.get_parameter(_GATE_UP).shape
-        rows, hidden = (b, a) if vars(module)["is_transposed"] else (a, b)
-        out[name] = ExpertsModule(stock, num_experts, hidden, rows // 2, _published_names(model, name))
+        transposed, interleaved = layout["is_transposed"], not layout["is_concatenated"]
+        rows, hidden = (b, a) if transposed else (a, b)
+        names = replace(_published_names(model, name), interleaved=interleaved, transposed=transposed)
+        out[name] = ExpertsModule(stock, num_experts, hidden, rows // 2, names, layout["has_bias"], activation)
     return out
 
 
-def _difference(module: nn.Module) -> str | None:
-    """Why the function of a stock experts module (on meta) is not ktft's; None if it is."""
+def _activation(module: nn.Module) -> Activation:
+    """The activation with which a stock experts module (on meta) computes what ktft does.
+
+    Raises:
+        _Difference: there is none.
+    """
     layout = vars(module)
-    if layout["has_bias"]:
-        return "has biases"
     if not layout["has_gate"]:
-        return "has no gate projection"
-    if not layout["is_concatenated"]:
-        return "stores gate and up rows interleaved"
+        raise _Difference("has no gate projection")
     state = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
-    if state != {_GATE_UP, _DOWN}:
-        return f"has the parameters {sorted(state)}, expected {_DOWN} and {_GATE_UP} only"
-    try:
-        error = _probe(module)
-    except Exception as failure:  # whatever a class does that the contract does not say, it is not ktft's function
-        return f"cannot be called as transformers' experts interface says ({type(failure).__name__}: {failure})"
-    # Some classes compute inside in fp32; rounding is then about 1e-6, while any other function differs by far more.
-    if not error <= 1e-5:
-        return f"computes another function (activation, clamping or combination): relative difference {error:.2g}"
-    return None
+    expected = {name for name, part in _PARTS.items() if layout["has_bias"] or not part.endswith("_bias")}
+    if state != expected:
+        raise _Difference(f"has the parameters {sorted(state)}, expected {' and '.join(sorted(expected))} only")
+    errors = []
+    for activation in _candidates(module):
+        try:
+            errors.append(_probe(module, activation))
+        except Exception as failure:  # whatever a class does that the contract does not say, it is not ktft's function
+            raise _Difference(
+                f"cannot be called as transformers' experts interface says ({type(failure).__name__}: {failure})"
+            ) from None
+        # Some classes compute inside in fp32; rounding is then about 1e-6, while any other function differs by far
+        # more.
+        if errors[-1] <= 1e-5:
+            return activation
+    raise _Difference(
+        f"computes another function (activation, clamping or combination): relative difference {min(errors):.2g}"
+    )
 
 
-def _probe(module: nn.Module) -> float:
+def _candidates(module: nn.Module) -> list[Activation]:
+    """The activations that a module's attributes speak of. Those with limits come first: the probe would not see one
+    that lies beyond its inputs."""
+    state = vars(module)
+    alpha, limit = (next((state[name] for name in names if name in state), None) for names in (_ALPHA, _LIMIT))
+    if isinstance(alpha, float | int) and isinstance(limit, float | int) and limit > 0:
+        return [clamped_swiglu(alpha, limit), SWIGLU]
+    return [SWIGLU]
+
+
+def _probe(module: nn.Module, activation: Activation) -> float:
     """Largest difference between the stock module and the reference, relative to the largest output.
 
     Compared are the eager forward, and ``_apply_gate``, which transformers' other implementations of the experts
@@ -156,15 +197,22 @@ def _probe(module: nn.Module) -> float:
         random(experts, intermediate, hidden),
         random(experts, hidden, intermediate),
     )
-    gate_up = torch.cat([gate, up], dim=1)
     tiny: Any = copy.copy(module)
     state = vars(tiny)
-    is_transposed = state["is_transposed"]
-    stored = {_GATE_UP: gate_up, _DOWN: down}
-    state["_parameters"] = {
-        name: nn.Parameter(tensor.transpose(1, 2).contiguous() if is_transposed else tensor, requires_grad=False)
-        for name, tensor in stored.items()
-    }
+    biases = None
+    if state["has_bias"]:
+        biases = random(experts, intermediate), random(experts, intermediate), random(experts, hidden)
+
+    def fused(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Gate and up [E, I, …], their rows arranged as the class has them."""
+        return torch.cat([gate, up], dim=1) if state["is_concatenated"] else torch.stack([gate, up], 2).flatten(1, 2)
+
+    stored = {_GATE_UP: fused(gate, up), _DOWN: down}
+    if state["is_transposed"]:
+        stored = {name: tensor.transpose(1, 2).contiguous() for name, tensor in stored.items()}
+    if biases is not None:
+        stored |= {f"{_GATE_UP}_bias": fused(biases[0], biases[1]), f"{_DOWN}_bias": biases[2]}
+    state["_parameters"] = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in stored.items()}
     state["config"] = copy.deepcopy(state["config"])
     state["config"]._experts_implementation = "eager"
     sizes = {
@@ -180,14 +228,14 @@ def _probe(module: nn.Module) -> float:
         x = scale * random(tokens, hidden)
         index = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
         weights = random(tokens, top_k).abs()
-        projected = scale * random(tokens, 2 * intermediate)
+        halves = scale * random(tokens, intermediate), scale * random(tokens, intermediate)
         with torch.no_grad():
+            expected_out = reference.moe_experts(
+                x, index, weights, gate, up, down, activation=activation, biases=biases
+            )
             pairs = [
-                (tiny(x.clone(), index, weights), reference.moe_experts(x, index, weights, gate, up, down)),
-                (
-                    tiny._apply_gate(projected.clone()),
-                    nn.functional.silu(projected[:, :intermediate]) * projected[:, intermediate:],
-                ),
+                (tiny(x.clone(), index, weights), expected_out),
+                (tiny._apply_gate(fused(*halves)), reference.activate(activation, *halves)),
             ]
         for found, expected in pairs:
             if found.shape != expected.shape:
@@ -266,7 +314,7 @@ def expert_tensors(
         if target not in state and key in state:
             target, pattern = key, None
         module, _, parameter = target.rpartition(".")
-        if module in out and parameter in (_GATE_UP, _DOWN):
+        if module in out and parameter in _PARTS and target in state:
             converter = None if pattern is None else by_pattern[pattern]
             found = _expert_tensor(key, renamed, parameter, converter, pattern)
             if found is not None:
@@ -296,7 +344,7 @@ def _expert_tensor(
     """
     operations = [] if converter is None else [type(operation) for operation in converter.operations]
     if converter is None or pattern is None or operations == [Transpose]:
-        return ExpertTensor(key, "gate_up" if parameter == _GATE_UP else "down", None)
+        return ExpertTensor(key, _PARTS[parameter], None)
     number = re.search(pattern.replace("*.", r"(\d+)\."), renamed)
     # MergeModulelist stacks experts in the order of their numbers; Concatenate puts its first source, gate, first.
     if operations != ([MergeModulelist, Concatenate] if parameter == _GATE_UP else [MergeModulelist]) or number is None:

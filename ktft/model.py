@@ -176,6 +176,9 @@ def map_experts(
             num_experts=module.num_experts,
             hidden_size=module.hidden_size,
             intermediate_size=module.intermediate_size,
+            interleaved=module.names.interleaved,
+            biased=module.biased,
+            activation=module.activation,
         )
         for name, module in modules.items()
     }

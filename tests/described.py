@@ -35,10 +35,11 @@ def decoded(weights: ExpertWeights, name: str, expert: int, dtype: torch.dtype =
         rows, cols = cols, rows
     if matrices.transposed:
         rows, cols = cols, rows
-    address, size = int(matrices.addresses[expert]), cols * _BITS[matrices.format] // 8
+    between = (cols - 1) * matrices.column_step + 1
+    address, size = int(matrices.addresses[expert]), between * _BITS[matrices.format] // 8
     codes = torch.stack([_bytes(address + i * matrices.row_stride, size) for i in range(rows)])
     if matrices.format in PLAIN:
-        values = codes.view(PLAIN[matrices.format]).float()
+        values = codes.view(PLAIN[matrices.format])[:, :: matrices.column_step].float()
     elif matrices.format == "fp8":
         values = codes.view(torch.float8_e4m3fn).float()
     elif matrices.format == "int8":

@@ -29,6 +29,7 @@ ATTENTION = {
     "qwen2_moe": ["q_proj", "v_proj"],
     "olmoe": ["q_proj", "k_proj"],
     "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_b_proj", "o_proj"],
+    "gpt_oss": ["q_proj", "v_proj", "o_proj"],
 }
 BEYOND = {
     "granitemoe": GraniteMoeConfig(
@@ -43,6 +44,8 @@ BEYOND = {
         initializer_range=0.15,
     )
 }
+"""Families beyond tests.tiny_models."""
+FUSED_FILES = ("granitemoe", "gpt_oss")
 """Families that PEFT converts no per-expert names of."""
 DENSE = ["gate_proj", "up_proj", "down_proj"]
 """Shared experts (Qwen2-MoE, DeepSeek-V3) and dense layers (DeepSeek-V3)."""
@@ -116,6 +119,21 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
             "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
             "rank_pattern": {".*gate_up_proj": 2},
             "alpha_pattern": {".*down_proj": 7},
+        },
+    ),
+    "fused-gpt_oss": (
+        "gpt_oss",
+        {
+            "target_modules": ["q_proj", "v_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        },
+    ),
+    "fused-one-layer": (
+        "gpt_oss",
+        {
+            "target_modules": ["o_proj"],
+            "target_parameters": ["1.mlp.experts.gate_up_proj", "1.mlp.experts.down_proj"],
+            "use_rslora": True,
         },
     ),
     "fused-gate-up": ("deepseek_v3", {"target_modules": ["o_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}),
@@ -338,8 +356,8 @@ def test_ktft_loads_what_it_saved(crossed: dict[str, Any], name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in CASES if "experts" in CASES[name][1]["target_modules"]])
 def test_files_are_fused_only_where_peft_converts_nothing(crossed: dict[str, Any], name: str) -> None:
     keys = list(load_file(crossed[name]["directory"] / "adapter_model.safetensors"))
-    assert any("experts.base_layer.lora_A" in key for key in keys) == (CASES[name][0] in BEYOND)
-    assert any("experts.0." in key for key in keys) == (CASES[name][0] not in BEYOND)
+    assert any("experts.base_layer.lora_A" in key for key in keys) == (CASES[name][0] in FUSED_FILES)
+    assert any("experts.0." in key for key in keys) == (CASES[name][0] not in FUSED_FILES)
 
 
 @pytest.mark.parametrize("active", TOGETHER)

@@ -149,10 +149,23 @@ def test_plain_interleaved_rows(tmp_path: Path, dtype: torch.dtype) -> None:
     assert_same(weights, gate_up[:, ::2].float(), gate_up[:, 1::2].float(), down.float())
 
 
-def test_plain_interleaved_columns_are_refused(tmp_path: Path) -> None:
-    tensors = {f"{PREFIX}.gate_up_proj": torch.ones(E, H, 2 * I), f"{PREFIX}.down_proj": torch.ones(E, I, H)}
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_plain_interleaved_columns(tmp_path: Path, dtype: torch.dtype) -> None:
+    """gpt-oss as transformers saves it."""
+    generator = torch.Generator().manual_seed(3)
+    gate_up, down = (torch.randn(E, *shape[::-1], generator=generator).to(dtype) for shape in SHAPES.values())
+    tensors = {f"{PREFIX}.gate_up_proj": gate_up, f"{PREFIX}.down_proj": down}
+    weights = open_weights(tmp_path, tensors, None, interleaved=True)
+    assert weights.gate.transposed
+    assert (weights.gate.column_step, weights.down.column_step) == (2, 1)
+    gate_up, down = (tensor.float().transpose(1, 2) for tensor in (gate_up, down))
+    assert_same(weights, gate_up[:, ::2], gate_up[:, 1::2], down)
+
+
+def test_coded_interleaved_columns_are_refused(tmp_path: Path) -> None:
+    tensors, _ = fused(FUSED_FP8, {"gate_up_proj": (H, 2 * I), "down_proj": (I, H)})
     with pytest.raises(CheckpointError, match=r"gate_up_proj.* holds gate and up interleaved along its columns"):
-        open_weights(tmp_path, tensors, None, interleaved=True)
+        open_weights(tmp_path, tensors, FP8, interleaved=True)
 
 
 def test_the_transpose_with_blocks_of_scales(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,16 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    GptOssConfig,
     LlamaConfig,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
 from transformers.core_model_loading import GroupWeightRename
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
 from ktft import families
+from ktft.activation import clamped_swiglu
 from ktft.checkpoint import Checkpoint, CheckpointError, ExpertTensor
 from ktft.experts import CpuExperts
 from ktft.model import load_model
@@ -131,29 +133,80 @@ def test_a_transpose_in_the_conversion_is_followed(tmp_path: Path) -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def gpt_oss() -> GptOssConfig:
-    return GptOssConfig(**{**SMALL, **LOCAL, "head_dim": 12, "layer_types": ["full_attention"] * 2})
-
-
 def without_weights(config: Any, directory: Path) -> Path:
     """A directory that holds a config only: whatever is raised, it was before any weight was read."""
     config.save_pretrained(directory)
     return directory
 
 
-def test_gpt_oss_is_refused_before_weights_are_read(tmp_path: Path) -> None:
-    with pytest.raises(families.UnsupportedModelError, match=r"'gpt_oss'.*GptOssExperts has biases"):
-        load_model(without_weights(gpt_oss(), tmp_path))
+@pytest.mark.parametrize("limit", [7.0, 1e6])
+def test_numbers_of_an_activation_are_the_modules_attributes(limit: float) -> None:
+    """Also a limit that the probe's inputs do not reach, where no other activation can be told from it."""
+    model = families.stock_model(tiny_config("gpt_oss"))
+    for module in model.modules():
+        if isinstance(module, GptOssExperts):
+            vars(module).update(alpha=1.6, limit=limit)
+    for module in families.experts_modules(model).values():
+        assert module.activation == clamped_swiglu(1.6, limit)
+        assert module.biased
+        assert module.names.interleaved
+        assert module.names.transposed
 
 
-def test_every_part_of_gpt_oss_that_differs_would_do() -> None:
-    """Biases, interleaved rows, more parameters than two, and at last its clamped gate, which only running it shows."""
-    experts = families.stock_model(gpt_oss()).get_submodule("model.layers.0.mlp.experts")
-    assert families._difference(experts) == "has biases"
-    vars(experts).update(has_bias=False)
-    assert families._difference(experts) == "stores gate and up rows interleaved"
-    vars(experts).update(is_concatenated=True)
-    assert "parameters ['down_proj', 'down_proj_bias', 'gate_up_proj'" in str(families._difference(experts))
+def test_a_class_that_is_not_gpt_oss_but_computes_the_same() -> None:
+    """MiniMax-M3: other names of the numbers, gate and up one after the other, no biases."""
+    models = pytest.importorskip("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
+    text = AutoConfig.for_model("minimax_m3_vl").text_config
+    with torch.device("meta"):
+        (experts,) = [
+            found(text) for name, found in vars(models).items() if name.endswith("Experts") and name.startswith("Mini")
+        ]
+    assert families._activation(experts) == clamped_swiglu(text.swiglu_alpha, text.swiglu_limit)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("alpha", 1.7), ("alpha", None), ("alpha", 2), ("limit", 7.5), ("limit", -7.0), ("limit", float("nan"))],
+)
+def test_numbers_that_are_not_those_of_the_function_are_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any
+) -> None:
+    """The class computes with 1.702 and 7 whatever its attributes say."""
+    model = families.stock_model(tiny_config("gpt_oss"))
+    original = GptOssExperts._apply_gate
+
+    def right(self: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
+        copied = copy.copy(self)
+        vars(copied).update(alpha=1.702, limit=7.0)
+        out: torch.Tensor = original(copied, gate_up)
+        return out
+
+    monkeypatch.setattr(GptOssExperts, "_apply_gate", right)
+    stock = [module for module in model.modules() if isinstance(module, GptOssExperts)]
+    for module in stock:
+        vars(module).update(alpha=1.702, limit=7.0)
+    families.experts_modules(model)
+    vars(stock[1])[name] = wrong
+    with pytest.raises(families.UnsupportedModelError, match=r"'gpt_oss'.*GptOssExperts computes another function"):
+        families.experts_modules(model)
+
+
+@pytest.mark.parametrize("change", ["bias of down", "gate before up", "no bias"])
+def test_a_layout_that_is_not_what_it_says_is_refused(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    model = families.stock_model(tiny_config("gpt_oss"))
+    experts = model.get_submodule("model.layers.0.mlp.experts")
+    if change == "no bias":
+        vars(experts).update(has_bias=False)
+        message = r"has the parameters \['down_proj', 'down_proj_bias', .*expected down_proj and gate_up_proj only"
+    elif change == "gate before up":
+        vars(experts).update(is_concatenated=True)
+        message = "computes another function"
+    else:
+        original = GptOssExperts.forward
+        monkeypatch.setattr(GptOssExperts, "forward", lambda self, x, i, w: original(self, x, i, w) + 1e-3)
+        message = "computes another function"
+    with pytest.raises(families.UnsupportedModelError, match=message):
+        families.experts_modules(model)
 
 
 def test_a_clamped_gate_is_refused_by_running_it(tmp_path: Path) -> None:
@@ -275,7 +328,9 @@ def test_keys_are_renamed_in_the_order_of_the_loader(monkeypatch: pytest.MonkeyP
     assert sorted((tensor.expert, tensor.part) for tensor in found) == [(0, "gate"), (0, "up"), (1, "gate"), (1, "up")]
 
 
-@pytest.mark.parametrize("suffix", ["3.gate_proj.bias", "3.gate_proj.weight_scale_inv", "x.gate_proj.weight", "bias"])
+@pytest.mark.parametrize(
+    "suffix", ["3.gate_proj.bias", "3.gate_proj.weight_scale_inv", "x.gate_proj.weight", "bias", "down_proj_bias"]
+)
 def test_a_tensor_under_the_experts_that_nobody_wants_is_named(suffix: str) -> None:
     model = families.stock_model(tiny_config("qwen3_moe"))
     key = f"model.layers.1.mlp.experts.{suffix}"

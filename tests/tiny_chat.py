@@ -74,11 +74,11 @@ def tiny_tokenizer(template: str = CHATML, **kwargs: Any) -> PreTrainedTokenizer
     )
 
 
-def tiny_chat_model(directory: Path, template: str = CHATML, **overrides: Any) -> Path:
-    """A tiny Mixtral checkpoint with the tokenizer beside it."""
+def tiny_chat_model(directory: Path, template: str = CHATML, family: str = "mixtral", **overrides: Any) -> Path:
+    """A tiny checkpoint with the tokenizer beside it."""
     tokenizer = tiny_tokenizer(template)
     path = tiny_checkpoint(
-        "mixtral",
+        family,
         directory,
         **{
             "vocab_size": len(tokenizer),

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import (
     DeepseekV3Config,
+    GptOssConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedConfig,
@@ -28,7 +29,9 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3")
+FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss")
+FUSED = ("gpt_oss",)
+"""Families whose files hold the experts of a layer in one tensor."""
 
 VOCABULARY = 96
 
@@ -98,6 +101,19 @@ _FAMILY: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "v_head_dim": 12,
         },
     ),
+    # limits that tiny activations reach, and rope of a short context
+    "gpt_oss": (
+        GptOssConfig,
+        {
+            "intermediate_size": 28,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 3,
+            "head_dim": 12,
+            "sliding_window": 6,
+            "swiglu_limit": 1.5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+        },
+    ),
 }
 
 
@@ -117,7 +133,7 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
             for name, parameter in model.named_parameters():
                 if name.endswith("norm.weight"):
                     parameter.normal_(1.0, 0.1)
-                elif name.endswith("bias"):
+                elif name.endswith(("bias", "sinks")):
                     parameter.normal_(0.0, 0.1)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):

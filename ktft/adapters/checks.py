@@ -30,6 +30,7 @@ from ktft.weights import LORA_NAMES, lora_shapes
 
 FLOATS = {"F32", "F16", "BF16"}
 FIRST_PEFT_WITH_TODAYS_LAYOUT = Version("0.19.1")
+PEFT_THAT_EXCHANGED_TRANSPOSED = Version("0.19.0")
 
 
 def check(stored: StoredAdapter, modules: Mapping[str, nn.Module]) -> None:
@@ -147,7 +148,13 @@ def _check_fused(entry: StoredExperts, stored: StoredAdapter) -> None:
 
 
 def _refuse_legacy(entry: StoredExperts, stored: StoredAdapter) -> None:
-    """PEFT before 0.19.1 wrote fused experts with in and out exchanged. The version tells, or else the shapes."""
+    """PEFT before 0.19.1 wrote fused experts with in and out exchanged; of parameters [E, in, out] only 0.19.0 did. The
+    version tells, or else the shapes."""
+    names = entry.experts.names
+    assert names is not None
+    exchanged = f"PEFT before {FIRST_PEFT_WITH_TODAYS_LAYOUT}"
+    if names.transposed:
+        exchanged = f"PEFT {PEFT_THAT_EXCHANGED_TRANSPOSED}"
     h, i = entry.experts.hidden_size, entry.experts.intermediate_size
     # slot of A -> columns today, columns then
     columns = {"gate_a": (h, 2 * i), "down_a": (i, h)}
@@ -155,9 +162,13 @@ def _refuse_legacy(entry: StoredExperts, stored: StoredAdapter) -> None:
     telling = {slot: shape for slot, shape in held.items() if columns[slot][0] != columns[slot][1]}
     if stored.peft_version is not None:
         try:
-            legacy = Version(stored.peft_version.partition("@")[0]) < FIRST_PEFT_WITH_TODAYS_LAYOUT
+            version = Version(stored.peft_version.partition("@")[0])
         except InvalidVersion as error:
             raise AdapterError(f"{stored.directory / CONFIG_FILE}: peft_version: {error}") from None
+        if names.transposed:
+            legacy = version == PEFT_THAT_EXCHANGED_TRANSPOSED
+        else:
+            legacy = version < FIRST_PEFT_WITH_TODAYS_LAYOUT
         why = f"PEFT {stored.peft_version} wrote it"
     elif telling or not held:
         legacy = any(shape[1:] == (columns[slot][1],) for slot, shape in telling.items())
@@ -165,13 +176,13 @@ def _refuse_legacy(entry: StoredExperts, stored: StoredAdapter) -> None:
     else:
         raise AdapterError(
             f"{stored.directory}: neither peft_version in {CONFIG_FILE} nor the shapes tell which layout the fused "
-            f"expert tensors have; PEFT before {FIRST_PEFT_WITH_TODAYS_LAYOUT} exchanged in and out. If a newer PEFT "
-            f"wrote them, add its version as 'peft_version' to {CONFIG_FILE}."
+            f"expert tensors have; {exchanged} exchanged in and out. If another PEFT wrote them, add its version as "
+            f"'peft_version' to {CONFIG_FILE}."
         )
     if legacy:
         raise AdapterError(
-            f"{stored.directory} holds fused expert tensors with in and out exchanged, the layout of PEFT before "
-            f"{FIRST_PEFT_WITH_TODAYS_LAYOUT} ({why}). Save it again with a newer PEFT."
+            f"{stored.directory} holds fused expert tensors with in and out exchanged, the layout of {exchanged} "
+            f"({why}). Save it again with a newer PEFT."
         )
 
 

@@ -29,6 +29,7 @@ from ktft.adapters.layout import (
     StoredExperts,
     StoredLinear,
     assign,
+    fused_rows,
     unpack_fused,
 )
 from ktft.adapters.values import check_keys, check_values
@@ -220,14 +221,16 @@ class AdapterTensors:
             return
         for stack in factors.values():
             stack.zero_()  # a smaller rank, or a projection that is not adapted, is padded with zeros
+        assert experts.names is not None
+        rows = dict(zip(("gate", "up"), fused_rows(experts.intermediate_size, experts.names.interleaved), strict=True))
         for part in ("gate", "up", "down"):
             if (f"{part}_a", None) not in entry.keys:
                 continue
             a, b = (self._file.get_tensor(entry.keys[f"{part}_{side}", None]) for side in "ab")
             a, b = unpack_fused(a, b, experts.num_experts)
-            rank, i = a.shape[1], experts.intermediate_size
+            rank = a.shape[1]
             if part != "down":
-                b = b[:, :i] if part == "gate" else b[:, i:]
+                b = b[:, rows[part]]
                 if entry.block_diagonal:
                     rank //= 2
                     half, other = (

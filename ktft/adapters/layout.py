@@ -10,7 +10,8 @@ PEFT's fused form (0.19.1 and later), where the inner wrapper is gate and up tog
     base_model.model.{experts}.base_layer.lora_A.weight [r E, H]           ….base_layer.lora_B.weight [2I, r E]
     base_model.model.{experts}.lora_A.weight [r E, I]                      ….lora_B.weight [H, r E]
 
-Rows of a fused A have the expert as the slow axis (row e r + i), columns of a fused B as the fast one (column i E + e).
+Rows of the inner B are those of the stock parameter: gate's before up's, or in turn (gpt-oss). Rows of a fused A have
+the expert as the slow axis (row e r + i), columns of a fused B as the fast one (column i E + e).
 
 ktft writes per expert, which every tool reads, where stock PEFT turns those names into its own; for other model types
 stock PEFT would drop them with a warning, and the fused form is written, with gate and up as one block-diagonal pair of
@@ -175,6 +176,13 @@ def _unknown(key: str, path: str, stored: StoredAdapter, modules: Mapping[str, n
     return f"{stored.directory / WEIGHTS_FILE}: tensor {key!r} has no place in this model: {what}"
 
 
+def fused_rows(intermediate: int, interleaved: bool) -> tuple[slice, slice]:
+    """Which rows of 2I belong to gate, and which to up; see :class:`~ktft.experts.ExpertNames`."""
+    if interleaved:
+        return slice(0, None, 2), slice(1, None, 2)
+    return slice(intermediate), slice(intermediate, None)
+
+
 def unpack_fused(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """PEFT's fused factors to stacks: A [r E, in] -> [E, r, in], B [out, r E] -> [E, out, r].
 
@@ -184,17 +192,21 @@ def unpack_fused(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[to
     return a.reshape(num_experts, rank, -1), b.reshape(b.shape[0], rank, num_experts).permute(2, 0, 1)
 
 
-def pack_fused(gate_up: Sequence[torch.Tensor], down: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def pack_fused(
+    gate_up: Sequence[torch.Tensor], down: Sequence[torch.Tensor], interleaved: bool
+) -> dict[str, torch.Tensor]:
     """Stacks to PEFT's fused factors, by what follows the experts' path in a tensor's name.
 
     Args:
         gate_up: gate A [E, r, H], gate B [E, I, r], up A, up B. A becomes [gate; up] and B block diagonal, rank 2r.
         down: down A [E, r, I], down B [E, H, r].
+        interleaved: see :class:`~ktft.experts.ExpertNames`.
     """
     gate_a, gate_b, up_a, up_b = gate_up
     num_experts, inter, rank = gate_b.shape
     b = gate_b.new_zeros(num_experts, 2 * inter, 2 * rank)
-    b[:, :inter, :rank], b[:, inter:, rank:] = gate_b, up_b
+    of_gate, of_up = fused_rows(inter, interleaved)
+    b[:, of_gate, :rank], b[:, of_up, rank:] = gate_b, up_b
     pairs = {".base_layer": (torch.cat([gate_a, up_a], dim=1), b), "": (down[0], down[1])}
     out = {}
     for inner, (a, b) in pairs.items():
@@ -218,7 +230,9 @@ def per_expert(experts: CpuExperts, stacks: Mapping[str, torch.Tensor]) -> dict[
 def fused(experts: CpuExperts, stacks: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Stacks by slot of LORA_NAMES to PEFT's fused tensors by their names on disk."""
     values = [stacks[slot] for slot in LORA_NAMES]
-    return {f"{PREFIX}{module_path(experts)}{name}": t for name, t in pack_fused(values[:4], values[4:]).items()}
+    assert experts.names is not None
+    packed = pack_fused(values[:4], values[4:], experts.names.interleaved)
+    return {f"{PREFIX}{module_path(experts)}{name}": tensor for name, tensor in packed.items()}
 
 
 def peft_converts_experts(model: PreTrainedModel) -> bool:
@@ -250,6 +264,7 @@ __all__ = [
     "StoredLinear",
     "assign",
     "fused",
+    "fused_rows",
     "pack_fused",
     "peft_converts_experts",
     "per_expert",

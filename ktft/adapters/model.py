@@ -337,12 +337,8 @@ class KtftPeftModel(PeftModelForCausalLM):
     def get_nb_trainable_parameters(self) -> tuple[int, int]:
         """(trainable, all) parameters; mapped experts count in the second."""
         trainable, everything = super().get_nb_trainable_parameters()
-        mapped = sum(
-            3 * module.num_experts * module.hidden_size * module.intermediate_size
-            for module in self.modules()
-            if isinstance(module, CpuExperts)
-        )
-        return trainable, everything + mapped
+        experts = [module for module in self.modules() if isinstance(module, CpuExperts)]
+        return trainable, everything + sum(module.parameter_count for module in experts)
 
 
 def get_peft_model(model: PreTrainedModel, peft_config: LoraConfig, adapter_name: str = "default") -> KtftPeftModel:

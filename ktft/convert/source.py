@@ -85,7 +85,7 @@ def open_source(directory: Path) -> Source:
 
     Raises:
         UnsupportedModelError: ktft cannot compute this family's experts.
-        CheckpointError: the directory does not hold a complete checkpoint.
+        CheckpointError: the directory does not hold a complete checkpoint, or experts that cannot be converted.
         ValueError: it is no directory.
     """
     if not directory.is_dir():
@@ -95,6 +95,13 @@ def open_source(directory: Path) -> Source:
     for tensor in checkpoint.tensors.values():
         if tensor.dtype not in TORCH_DTYPES and not tensor.size and all(tensor.shape):
             raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r} has dtype {tensor.dtype}, which is not known")
+    for name, module in outline.modules.items():
+        if module.biased or module.names.interleaved:
+            raise CheckpointError(
+                f"{directory}: the experts of {name} have biases, or gate's and up's rows in turn, and ktft convert "
+                f"writes matrices of single experts without; {outline.config.model_type} cannot be converted. It can be "
+                "loaded and trained as it is"
+            )
     tensors = families.expert_tensors(outline.stock, outline.modules, checkpoint.parameters)
     mapped = map_experts(checkpoint, outline.modules, tensors)
     experts: dict[Key, ExpertMatrix] = {}
