@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ktft import ops
-from ktft.weights import lora_shapes
+from ktft.weights import ExpertWeights, lora_shapes
 from tests.coded import ENCODINGS, coded_experts
 
 
@@ -45,3 +45,24 @@ def test_the_bits_of_decoded_matrices(name, isa, dtype):
                 for ours, truth in zip(step(coded, dtype, tokens), step(plain, dtype, tokens), strict=True):
                     assert truth.abs().max() > 0
                     assert torch.equal(ours, truth), (hidden, intermediate, tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("isa", LEVELS)
+def test_the_bits_of_every_second_column(isa, dtype):
+    """Plain gpt-oss: gate and up share rows of the transpose, element by element."""
+    for stored in (torch.bfloat16, torch.float16, torch.float32):
+        for hidden, intermediate in SIZES.values():
+            generator = torch.Generator().manual_seed(2)
+            gate_up, down = (
+                (torch.randn(3, *shape, generator=generator) / 8).to(stored)
+                for shape in ((hidden, 2 * intermediate), (intermediate, hidden))
+            )
+            halves = gate_up[..., ::2], gate_up[..., 1::2]
+            apart = ExpertWeights.from_tensors(*(half.contiguous() for half in halves), down, transposed=True)
+            in_turn = ExpertWeights.from_tensors(*halves, down, transposed=True)
+            assert (in_turn.gate.column_step, apart.gate.column_step) == (2, 1)
+            with ops.override(isa=isa, threads=2):
+                for tokens in (3, 60):
+                    pairs = zip(step(in_turn, dtype, tokens), step(apart, dtype, tokens), strict=True)
+                    assert all(torch.equal(ours, truth) for ours, truth in pairs), (stored, hidden, tokens)

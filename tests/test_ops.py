@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,7 +17,7 @@ from ktft import ops
 from ktft import weights as expert_weights
 from ktft.weights import ExpertWeights, lora_shapes
 from tests.layer_truth import Case
-from tests.test_kernels import CASES, DTYPES, LEVELS, run, weights_of
+from tests.test_kernels import CASES, CLAMPED, DTYPES, LEVELS, run, weights_of
 
 
 def resident_anonymous_kb() -> int:
@@ -56,7 +57,7 @@ def test_the_schema_is_final() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("isa", LEVELS)
 def test_same_bits_on_any_number_of_threads(isa: str, dtype: torch.dtype, transposed: bool) -> None:
-    for name in ("many rows", "dropout, adapters", "odd sizes", "wide"):
+    for name in ("many rows", "dropout, adapters", "odd sizes", "wide", "gpt-oss, adapter per token"):
         inputs = CASES[name].build(dtype)
         weights = weights_of(inputs, transposed=transposed)
         results = []
@@ -70,8 +71,10 @@ def test_same_bits_on_any_number_of_threads(isa: str, dtype: torch.dtype, transp
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("isa", LEVELS)
-def test_a_row_alone_and_among_300(isa: str, dtype: torch.dtype, transposed: bool) -> None:
-    inputs = CASES["many rows"].build(dtype)
+@pytest.mark.parametrize("gpt_oss", [False, True], ids=["swiglu", "gpt-oss"])
+def test_a_row_alone_and_among_300(isa: str, dtype: torch.dtype, transposed: bool, gpt_oss: bool) -> None:
+    case = CASES["many rows"]
+    inputs = (replace(case, activation=CLAMPED, biased=True) if gpt_oss else case).build(dtype)
     weights = weights_of(inputs, transposed=transposed)
     with ops.override(isa=isa):
         out, d_x, d_route, *_ = run(inputs, weights)
@@ -236,12 +239,14 @@ def test_bf16_lora_copies_serve_but_do_not_train() -> None:
 # --- experts and tokens at the edges
 
 
-def edge_case(index: list[list[int]]) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None]]:
+def edge_case(
+    index: list[list[int]], *, biased: bool = False
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor | None]]:
     generator = torch.Generator().manual_seed(0)
     e, h, i = 4, 16, 24
-    weights = ExpertWeights.from_tensors(
-        *(torch.randn(s, generator=generator).bfloat16() for s in ((e, i, h), (e, i, h), (e, h, i)))
-    )
+    matrices = [torch.randn(s, generator=generator).bfloat16() for s in ((e, i, h), (e, i, h), (e, h, i))]
+    biases = [torch.ones(e, n) for n in (i, i, h)] if biased else None
+    weights = ExpertWeights.from_tensors(*matrices, biases=biases)
     ids = torch.tensor(index, dtype=torch.int64).reshape(len(index), -1 if index else 2)
     leaves = [torch.randn(len(index), h, generator=generator), torch.rand(ids.shape, generator=generator)]
     leaves += [torch.randn(s, generator=generator) for s in lora_shapes(e, h, i, 3)]
@@ -284,16 +289,18 @@ def test_all_tokens_to_one_expert() -> None:
         assert gradient is not None and (gradient[[0, 1, 3]] == 0).all() and (gradient[2] != 0).any()
 
 
-def test_ids_beyond_the_experts_add_nothing() -> None:
-    out, _, gradients = edge_case([[0, 1], [4, 9], [1, 4]])
+@pytest.mark.parametrize("biased", [False, True])
+def test_ids_beyond_the_experts_add_nothing(biased: bool) -> None:
+    out, _, gradients = edge_case([[0, 1], [4, 9], [1, 4]], biased=biased)
     assert (out[1] == 0).all()
     d_hidden, d_route = gradients[0], gradients[1]
     assert d_hidden is not None and d_route is not None
     assert (d_hidden[1] == 0).all() and (d_route[1] == 0).all() and d_route[2, 1] == 0 and d_route[2, 0] != 0
 
 
-def test_no_tokens() -> None:
-    out, _, gradients = edge_case([])
+@pytest.mark.parametrize("biased", [False, True])
+def test_no_tokens(biased: bool) -> None:
+    out, _, gradients = edge_case([], biased=biased)
     assert out.shape == (0, 16)
     for gradient in gradients:
         assert gradient is not None and (gradient == 0).all()
