@@ -23,6 +23,7 @@ from ktft import formats
 from ktft.activation import clamped_swiglu
 from ktft.adapters.layout import fused_rows, unpack_fused
 from ktft.checkpoint import CheckpointError
+from ktft.convert import convert
 from ktft.lora import ExpertLora
 from ktft.train import run
 from tests.described import decoded
@@ -299,3 +300,11 @@ def test_biases_that_are_missing_misshapen_or_not_finite_are_named(
     ktft.load_model(damaged)
     with pytest.raises(CheckpointError, match=rf"'{name}': the weight at row 2, column 5 decodes to nan"):
         ktft.load_model(damaged, check_weights=True)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "bf16"])
+def test_conversion_is_refused(checkpoints: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """There are no names for the matrices and biases of single experts."""
+    with pytest.raises(CheckpointError, match="gpt_oss cannot be converted"):
+        convert(checkpoints[kind], tmp_path / "converted", "int4-g32")
+    assert not (tmp_path / "converted").exists()

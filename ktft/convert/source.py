@@ -95,12 +95,12 @@ def open_source(directory: Path) -> Source:
     for tensor in checkpoint.tensors.values():
         if tensor.dtype not in TORCH_DTYPES and not tensor.size and all(tensor.shape):
             raise CheckpointError(f"{tensor.file}: tensor {tensor.name!r} has dtype {tensor.dtype}, which is not known")
-    for name, module in outline.modules.items():
-        if module.biased or module.names.interleaved:
+    for name, stock in outline.modules.items():
+        if stock.biased or stock.names.interleaved:
             raise CheckpointError(
                 f"{directory}: the experts of {name} have biases, or gate's and up's rows in turn, and ktft convert "
-                f"writes matrices of single experts without; {outline.config.model_type} cannot be converted. It can be "
-                "loaded and trained as it is"
+                f"writes matrices of single experts without; {outline.config.model_type} cannot be converted. It can "
+                "be loaded and trained as it is"
             )
     tensors = families.expert_tensors(outline.stock, outline.modules, checkpoint.parameters)
     mapped = map_experts(checkpoint, outline.modules, tensors)
@@ -125,7 +125,7 @@ def _matrices(
         if tensor.part == "gate_up":
             yield ExpertMatrix(module, expert, "gate", part, 0, intermediate, transposed)
             yield ExpertMatrix(module, expert, "up", part, intermediate, intermediate, transposed)
-        else:
+        elif tensor.part in ("gate", "up", "down"):
             yield ExpertMatrix(module, expert, tensor.part, part, 0, rows, transposed)
 
 
