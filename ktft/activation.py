@@ -13,8 +13,8 @@ GATE_FUNCTIONS: tuple[str, ...] = ("silu",)
 class Activation:
     """h = (clamp(up, -up_limit, up_limit) + up_shift) · f(min(gate, gate_max)).
 
-    Derivatives are those of torch's clamp: a limit lets gradients through on it and none beyond it. (A NaN beyond which
-    nobody can say what lies stays visible: where torch's clamp answers 0, ours answers NaN.)
+    Derivatives are those of torch's clamp: a limit lets gradients through on it and none beyond it. A NaN lies beyond
+    no limit here, so that it stays visible in the gradients; torch's clamp gives it the gradient 0.
 
     Attributes:
         function: f, one of :data:`GATE_FUNCTIONS`.

@@ -14,6 +14,7 @@ on.
 from __future__ import annotations
 
 import copy
+import math
 import re
 import sys
 import threading
@@ -174,7 +175,7 @@ def _candidates(module: nn.Module) -> list[Activation]:
     that lies beyond its inputs."""
     state = vars(module)
     alpha, limit = (next((state[name] for name in names if name in state), None) for names in (_ALPHA, _LIMIT))
-    if isinstance(alpha, float | int) and isinstance(limit, float | int) and limit > 0:
+    if isinstance(alpha, float | int) and isinstance(limit, float | int) and math.isfinite(alpha) and limit > 0:
         return [clamped_swiglu(alpha, limit), SWIGLU]
     return [SWIGLU]
 

@@ -93,8 +93,8 @@ class ExpertMatrices:
     def __post_init__(self) -> None:
         if self.column_step not in ((1, 2) if self.format in PLAIN else (1,)):
             raise ValueError(
-                f"every {self.column_step}th column of expert weights in format {self.format!r}; expected all of them, "
-                f"or every second one of {', '.join(PLAIN)}"
+                f"expert weights in format {self.format!r} with a column step of {self.column_step}; expected 1, or 2 "
+                f"in {', '.join(PLAIN)}"
             )
         if self.format not in PLAIN and self.format not in CODED:
             raise ValueError(

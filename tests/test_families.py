@@ -166,7 +166,15 @@ def test_a_class_that_is_not_gpt_oss_but_computes_the_same() -> None:
 
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [("alpha", 1.7), ("alpha", None), ("alpha", 2), ("limit", 7.5), ("limit", -7.0), ("limit", float("nan"))],
+    [
+        ("alpha", 1.7),
+        ("alpha", None),
+        ("alpha", 2),
+        ("alpha", float("inf")),
+        ("limit", 7.5),
+        ("limit", -7.0),
+        ("limit", float("nan")),
+    ],
 )
 def test_numbers_that_are_not_those_of_the_function_are_refused(
     monkeypatch: pytest.MonkeyPatch, name: str, wrong: Any

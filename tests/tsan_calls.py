@@ -1,7 +1,7 @@
 """Calls of the op from several Python threads, on three kernel threads each: run by scripts/sanitize.sh under TSan.
 
 The three calls of a group run at once: both compute dtypes, files as published and transposed, several adapters,
-dropout, backward that recomputes, and a call of several waves (the budget of three threads is 12 MiB).
+biases, dropout, backward that recomputes, and a call of several waves (the budget of three threads is 12 MiB).
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ GROUPS = (
         Call(WAVES, again=1),
         Call(CASES["adapter per token"], torch.float32, save=False),
         Call(CASES["many rows"], transposed=True),
+    ),
+    (
+        Call(CASES["gpt-oss, adapter per token"]),
+        Call(CASES["biases"], torch.float32, transposed=True),
+        Call(CASES["gpt-oss, several parts"], save=False),
     ),
 )
 
