@@ -5,6 +5,7 @@
 and turns expert tensors into :class:`~ktft.weights.ExpertWeights` over read-only, shared file mappings:
 
     per expert    {prefix}.{e}.gate_proj.weight [I, H], up likewise, down [H, I]
+    stacked       gate and up [E, I, H], down [E, H, I]
     fused         gate_up [E, 2I, H] (gate rows first, or gate and up rows in turn) and down [E, H, I]
     transposed    gate_up [E, H, 2I] and down [E, I, H]; told from the shapes in the files
 
@@ -27,6 +28,7 @@ from typing import Any, Literal, NoReturn
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
 from ktft.expert_layout import ExpertSource, Place, Tensor, describe
 from ktft.formats import (
@@ -254,6 +256,7 @@ class Checkpoint:
         self._config = config
         self.tensors: dict[str, Tensor] = {}
         self._identities: dict[Path, FileIdentity] = {}
+        self._open: dict[Path, Any] = {}
         index = _read_index(self.directory)
         for file in [self.directory / name for name in sorted(set(index.values()))] or [self.directory / SINGLE_FILE]:
             if not file.is_file():
@@ -343,6 +346,13 @@ class Checkpoint:
             raise CheckpointError(f"{tensor.file} was truncated while it was being loaded")
         return torch.from_numpy(data).view(TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
+    def values(self, parameter: str) -> Any:
+        """What transformers reads a parameter that is stored plainly by: a safetensors slice."""
+        file = self.tensors[parameter].file
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt", device="cpu")
+        return self._open[file].get_slice(parameter)
+
     def map(self, file: Path) -> FileMapping:
         """One of the files, mapped."""
         return map_file(file, self._identities[file])
@@ -388,17 +398,17 @@ class Checkpoint:
         fused = None in parts["gate_up"]
         expected: dict[Part, list[int | None]] = {"gate": [], "up": [], "down": [None], "gate_up": [None]}
         if not fused:
-            every: list[int | None] = list(range(e))
+            every: list[int | None] = [None] if None in {**parts["gate"], **parts["up"]} else list(range(e))
             expected = {"gate": every, "up": every, "down": every, "gate_up": []}
         self._check_complete(prefix, parts, expected)
         used = [tensor for part in parts.values() for source in part.values() for tensor in source.tensors.values()]
         mappings = {file: self.map(file) for file in sorted({tensor.file for tensor in used})}
 
         def matrices(part: Part, rows: int, columns: int) -> ExpertMatrices:
-            """Of per-expert parameters [rows, columns]."""
-            found = [parts[part][expert] for expert in range(e)]
-            for source in found:
-                _check_shape(source, (rows, columns))
+            """Of per-expert parameters [rows, columns], or of one [E, rows, columns]."""
+            found = [parts[part][expert] for expert in expected[part]]
+            for expert, source in zip(expected[part], found, strict=True):
+                _check_shape(source, (rows, columns) if expert is not None else (e, rows, columns))
                 _check_like(source, found[0])
             return describe(found, mappings, e, Place())
 

@@ -20,7 +20,7 @@ from ktft.weights import CODED, PLAIN, ExpertMatrices, Scales
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a safetensors file; ``begin`` is its first byte counted from the start of the file."""
+    """One tensor of a file; ``begin`` is its first byte counted from the start of the file."""
 
     name: str
     file: Path
@@ -121,7 +121,7 @@ def describe(
         stride,
         name,
         place.transposed,
-        None if name in PLAIN else _scales(sources, mappings, experts, place),
+        _scales(sources, mappings, experts, place) if "scales" in source.tensors else None,
     )
 
 

@@ -41,7 +41,10 @@ FORMATS: dict[str, Codec] = {
     "int8": Codec(integers.decode, integers.encode),
     "gptq": Codec(gptq_awq.decode),
     "awq": Codec(gptq_awq.decode),
-    **{name: Codec(gguf_blocks.decode) for name, _, _ in gguf_blocks.GGUF_BLOCKS.values()},
+    **{
+        name: Codec(gguf_blocks.decode)
+        for name, _, _ in (*gguf_blocks.GGUF_BLOCKS.values(), *gguf_blocks.OTHER_BLOCKS.values())
+    },
 }
 """Every stored format, by the name that an :class:`~ktft.formats.Encoding` has it under."""
 
