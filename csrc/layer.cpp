@@ -181,7 +181,7 @@ const char* Layer::factor_address(int adapter, int factor, int64_t expert) const
 Ahead Layer::ahead_of(const Base& base, int64_t index, const Base& after) const {
   Ahead ahead;
   const auto read_ahead = [](const PanelSource& part) -> Ahead::Area {
-    const int64_t bytes = (part.is_rows ? part.length : part.columns) * bits_of(part.format) / 8;
+    const int64_t bytes = bytes_of(part.format, part.is_rows ? part.length : part.columns);
     return {part.codes(), part.stride, part.is_rows ? part.columns : part.length, bytes};
   };
   const auto read = [&](const Block& block) { ahead.areas[0] = read_ahead(source(block, 0)); };

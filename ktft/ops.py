@@ -22,12 +22,15 @@ from torch.autograd import forward_ad
 
 from ktft import _C
 from ktft.buffers import Buffers
-from ktft.weights import CODED, LORA_NAMES, PLAIN, SCALE_FORMATS, ExpertWeights, Scales, lookup, lora_shapes
+from ktft.weights import BLOCKS, CODED, LORA_NAMES, PLAIN, SCALE_FORMATS, ExpertWeights, Scales, lookup, lora_shapes
 
 MAX_RANK = 256
 MAX_ADAPTERS: int = _C.MAX_ADAPTERS
 _COMPUTE = {torch.bfloat16: 0, torch.float32: 1}
-_FORMATS = ("bf16", "fp32", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4")
+_FORMATS = (
+    "bf16", "fp32", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4", "int8_plain",
+    "q8_0", "q4_0", "q4_1", "q4_k", "q6_k", "gguf_mxfp4",
+)  # fmt: skip
 """In the order of csrc/kernels/table.h."""
 _LORA_FORMATS = {torch.bfloat16: 0, torch.float32: 1}
 _buffers = Buffers()
@@ -511,4 +514,4 @@ def moe_experts(
     return out.to(dtype)
 
 
-assert {*PLAIN, *CODED} == set(_FORMATS)
+assert {*PLAIN, *CODED, *BLOCKS} == set(_FORMATS)

@@ -21,12 +21,26 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from ktft.formats.gguf_blocks import GGUF_BLOCKS
+
 PLAIN: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 """Formats whose stored elements are the weights: name -> dtype of one element."""
 
-CODED: dict[str, int] = {"fp8": 8, "int8": 8, "int4": 4, "mxfp4": 4, "nvfp4": 4}
+CODED: dict[str, int] = {"fp8": 8, "int8": 8, "int8_plain": 8, "int4": 4, "mxfp4": 4, "nvfp4": 4}
 """Formats with scales beside the codes: name -> bits of one code. What they mean is said in ``ktft.formats``; they are
-decoded in ``csrc/kernels``."""
+decoded in ``csrc/kernels``. int8 is packed, with an offset of 128; ``int8_plain`` has none."""
+
+BLOCKS: dict[str, tuple[int, int]] = {name: (columns, size) for name, columns, size in GGUF_BLOCKS.values()}
+"""Formats whose rows are blocks with scales of their own: name -> columns and bytes of a block."""
+
+
+def stored_bytes(format: str, elements: int) -> int:
+    """Bytes that whole rows of so many elements take, without scales that lie beside them."""
+    if format in BLOCKS:
+        columns, size = BLOCKS[format]
+        return elements // columns * size
+    return elements * (8 * PLAIN[format].itemsize if format in PLAIN else CODED[format]) // 8
+
 
 SCALE_FORMATS: tuple[str, ...] = ("fp32", "bf16", "fp16", "e8m0", "e4m3")
 """What scales are stored as."""
@@ -72,10 +86,10 @@ class ExpertMatrices:
     Attributes:
         addresses: int64 [E], the address of element [0, 0] of each expert's matrix as used in y = x Wᵀ, W [rows, cols].
         row_stride: bytes from one row *as stored* to the next.
-        format: a key of :data:`PLAIN`, or one of :data:`CODED`.
+        format: a key of :data:`PLAIN`, :data:`CODED` or :data:`BLOCKS`.
         transposed: the file stores Wᵀ, i.e. [cols, rows]; element [i, j] of W is then at ``address + j * row_stride
         + i * itemsize``.
-        scales: of a coded matrix.
+        scales: of a coded matrix; blocks have theirs inside, and are never transposed.
     """
 
     addresses: np.ndarray
@@ -85,14 +99,17 @@ class ExpertMatrices:
     scales: Scales | None = None
 
     def __post_init__(self) -> None:
-        if self.format not in PLAIN and self.format not in CODED:
+        if self.format not in {*PLAIN, *CODED, *BLOCKS}:
             raise ValueError(
-                f"expert weights in format {self.format!r}; this version decodes {', '.join(sorted({*PLAIN, *CODED}))}"
+                f"expert weights in format {self.format!r}; this version decodes "
+                f"{', '.join(sorted({*PLAIN, *CODED, *BLOCKS}))}"
             )
-        if (self.scales is None) != (self.format in PLAIN):
+        if (self.scales is None) == (self.format in CODED):
             raise ValueError(
                 f"expert weights in format {self.format!r} {'need' if self.scales is None else 'have no'} scales"
             )
+        if self.format in BLOCKS and self.transposed:
+            raise ValueError(f"expert weights in format {self.format!r} cannot be the transpose: blocks lie along rows")
         _check_addresses(self.addresses)
 
 
@@ -136,6 +153,16 @@ class ExpertWeights:
             raise ValueError(f"gate, up and down must cover the same experts, at least one; got {sorted(counts)}")
         if hidden_size < 1 or intermediate_size < 1:
             raise ValueError(f"hidden_size {hidden_size} and intermediate_size {intermediate_size} must be positive")
+        for name, matrices, columns in (
+            ("gate", gate, hidden_size),
+            ("up", up, hidden_size),
+            ("down", down, intermediate_size),
+        ):
+            if matrices.format in BLOCKS and columns % BLOCKS[matrices.format][0]:
+                raise ValueError(
+                    f"{name} has {columns} columns in format {matrices.format!r}; expected a multiple of "
+                    f"{BLOCKS[matrices.format][0]}, the columns of a block"
+                )
         self.gate, self.up, self.down = gate, up, down
         self.num_experts = len(gate.addresses)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
@@ -246,6 +273,7 @@ def lora_shapes(num_experts: int, hidden: int, intermediate: int, rank: int) -> 
 
 
 __all__ = [
+    "BLOCKS",
     "CODED",
     "LORA_NAMES",
     "PLAIN",
@@ -255,4 +283,5 @@ __all__ = [
     "Scales",
     "lookup",
     "lora_shapes",
+    "stored_bytes",
 ]

@@ -7,7 +7,7 @@ import torch
 
 from ktft import formats
 from ktft.formats import Encoding
-from ktft.weights import ExpertMatrices, ExpertWeights, Scales
+from ktft.weights import BLOCKS, ExpertMatrices, ExpertWeights, Scales
 
 SCALE_NAMES = {
     torch.float32: "fp32",
@@ -26,17 +26,37 @@ ENCODINGS: dict[str, tuple[Encoding, torch.dtype]] = {
     "fp8-tensor": (formats.fp8_tensor(), torch.float32),
     "mxfp8": (formats.mxfp8(), torch.uint8),
     "int8-channel": (formats.int_packed(8, 0), torch.bfloat16),
+    "int8-plain": (formats.int8(), torch.bfloat16),
+    "int8-plain-32": (formats.int8(32), torch.float32),
     "int8-32": (formats.int_packed(8, 32), torch.float32),
     "int4-32": (formats.int_packed(4, 32), torch.bfloat16),
     "int4-128": (formats.int_packed(4, 128), torch.float16),
     "mxfp4": (formats.mxfp4(), torch.uint8),
     "nvfp4-multiplied": (formats.nvfp4_modelopt(), torch.float8_e4m3fn),
     "nvfp4-divided": (formats.nvfp4_compressed(), torch.float8_e4m3fn),
+    **{f"gguf-{kind.lower()}": (formats.gguf(kind), torch.float16) for kind in formats.GGUF_BLOCKS},
 }
+
+_HALVES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,), "MXFP4": ()}
+"""Where the blocks of a GGUF type have fp16 numbers."""
+
+
+def gguf_rows(kind: str, rows: int, cols: int, generator: torch.Generator) -> torch.Tensor:
+    """Random blocks of a GGUF type, uint8 [rows, bytes of a row], with scales that are finite and moderate."""
+    _, columns, size = formats.GGUF_BLOCKS[kind]
+    blocks = torch.randint(0, 256, (rows, cols // columns, size), generator=generator, dtype=torch.uint8)
+    for byte in _HALVES[kind]:  # magnitudes below 2
+        blocks[..., byte + 1] &= 0xBF
+    if kind == "MXFP4":
+        blocks[..., 0] = blocks[..., 0] % 9 + 118
+    return blocks.flatten(1)
 
 
 def _tensors(encoding: Encoding, scale: torch.dtype, rows: int, cols: int, generator: torch.Generator):
     """Random tensors of one matrix, by role."""
+    kind = next((kind for kind, entry in formats.GGUF_BLOCKS.items() if entry[0] == encoding.format), None)
+    if kind is not None:
+        return {"codes": gguf_rows(kind, rows, cols, generator)}
     out = {}
     for tensor in encoding.tensors:
         shape = [dimension.size(rows, cols) for dimension in tensor.shapes[0]]
@@ -51,7 +71,7 @@ def _tensors(encoding: Encoding, scale: torch.dtype, rows: int, cols: int, gener
             packed = torch.randint(-(2**31), 2**31, shape, generator=generator)
             out["codes"] = packed.to(torch.int32)
         elif tensor.role == "codes":
-            out["codes"] = bytes_
+            out["codes"] = bytes_.view(torch.int8) if tensor.dtypes == ("I8",) else bytes_
         elif tensor.role in ("global_scale", "global_divisor"):
             out[tensor.role] = torch.rand(shape, generator=generator) + 0.3
         elif scale == torch.uint8:
@@ -65,8 +85,8 @@ def _matrices(encoding: Encoding, scale: torch.dtype, found: list[dict[str, torc
     codes = [tensors["codes"] for tensors in found]
     addresses = np.array([t.data_ptr() for t in codes], dtype=np.int64)
     stride = codes[0].stride(0) * codes[0].element_size()
-    if encoding.format == "fp16":
-        return ExpertMatrices(addresses, stride, "fp16")
+    if encoding.format == "fp16" or encoding.format in BLOCKS:
+        return ExpertMatrices(addresses, stride, encoding.format)
     scales = [tensors["scales"] for tensors in found]
     factor = next((role for role in ("global_scale", "global_divisor") if role in found[0]), None)
     factors = None
@@ -77,7 +97,7 @@ def _matrices(encoding: Encoding, scale: torch.dtype, found: list[dict[str, torc
     return ExpertMatrices(
         addresses,
         stride,
-        encoding.format,
+        "int8_plain" if codes[0].dtype == torch.int8 else encoding.format,
         scales=Scales(
             np.array([t.data_ptr() for t in scales], dtype=np.int64),
             row_bytes if block_rows else 0,

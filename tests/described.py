@@ -12,7 +12,7 @@ import torch
 
 from ktft.weights import PLAIN, ExpertMatrices, ExpertWeights
 
-_BITS = {"fp8": 8, "int8": 8, "int4": 4, "mxfp4": 4, "nvfp4": 4, "bf16": 16, "fp16": 16, "fp32": 32}
+_BITS = {"fp8": 8, "int8": 8, "int8_plain": 8, "int4": 4, "mxfp4": 4, "nvfp4": 4, "bf16": 16, "fp16": 16, "fp32": 32}
 _SCALES = {
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
@@ -41,6 +41,8 @@ def decoded(weights: ExpertWeights, name: str, expert: int, dtype: torch.dtype =
         values = codes.view(PLAIN[matrices.format]).float()
     elif matrices.format == "fp8":
         values = codes.view(torch.float8_e4m3fn).float()
+    elif matrices.format == "int8_plain":
+        values = codes.view(torch.int8).float()
     elif matrices.format == "int8":
         values = codes.float() - 128
     else:

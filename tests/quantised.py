@@ -124,7 +124,7 @@ WRITERS: dict[str, tuple[Encoding, Config, tuple[str, ...]]] = {
     "int8-plain": (
         formats.int8(),
         compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
-        (),  # the kernels have no decoder for experts in it
+        ("edges",),
     ),
     "int4-g32": (formats.int_packed(4, 32), formats.written_config("int4-g32", PLAIN), ("whole", "edges")),
     "int4-g128": (formats.int_packed(4, 128), formats.written_config("int4-g128", PLAIN), ("whole",)),

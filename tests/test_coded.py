@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ktft import ops
+from ktft.formats import Encoding
 from ktft.weights import lora_shapes
 from tests.coded import ENCODINGS, coded_experts
 
@@ -30,15 +31,21 @@ def step(weights, dtype, tokens, *, seed=1, save=True, adapters=1):
 LEVELS = [*ops.cpu_report()["levels"], *ops.TEST_LEVELS]
 
 # Sizes with whole blocks, and with edges of blocks, panels, parts and vectors.
-SIZES = {"whole": (256, 128), "edges": (352, 96), "parts": (1184, 160)}
+SIZES = [(256, 128), (352, 96), (1184, 160)]
+BLOCKS_OF_256 = [(256, 256), (1280, 256)]
+
+
+def sizes_for(encoding: Encoding) -> list[tuple[int, int]]:
+    """Those that its groups divide."""
+    group = 1 if encoding.edges else encoding.group or 1
+    return [sizes for sizes in SIZES if all(size % group == 0 for size in sizes)] or BLOCKS_OF_256
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_the_bits_of_decoded_matrices(name, isa, dtype):
-    sizes = SIZES if name != "int4-128" else {"whole": (256, 128)}
-    for hidden, intermediate in sizes.values():
+    for hidden, intermediate in sizes_for(ENCODINGS[name][0]):
         coded, plain = coded_experts(name, 3, hidden, intermediate, dtype)
         with ops.override(isa=isa, threads=2):
             for tokens in (3, 60):

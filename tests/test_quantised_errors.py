@@ -217,9 +217,3 @@ def test_experts_of_another_size_than_the_config_says(tmp_path: Path) -> None:
     written = quantised("int4-g32", tmp_path)
     written.edit_config(lambda config: config.update(moe_intermediate_size=64))
     refused(written, r"gate_proj\.weight_packed': expected shape \[64, 160\] by the config, found \[96, 160\] as int4")
-
-
-def test_experts_in_a_format_that_the_kernels_lack(tmp_path: Path) -> None:
-    """int8 as compressed-tensors writes it for models whose activations are int8 as well."""
-    message = r"experts\.0\.gate_proj\.weight' is stored as int8 that is not packed, which ktft does not compute with"
-    refused(quantised("int8-plain", tmp_path), message)

@@ -28,11 +28,38 @@ constexpr int kPartWords = 512;  // of a reduction: a panel of 128 KiB
 constexpr int kChunk = 192;      // rows of a C tile: 48 KiB, which leaves L2 to the operands
 
 // Of stored elements. The first two are also those of words; for the others a decoder makes words, see decode.inl.
-enum Format : int { kBf16, kFp32, kFp16, kFp8, kInt8, kInt4, kMxfp4, kNvfp4 };
-constexpr int kFormats = 8;
-constexpr int bits_of(Format format) {
-  constexpr int bits[kFormats] = {16, 32, 16, 8, 8, 4, 4, 4};
-  return bits[format];
+// From kQ8_0 on, rows are blocks that hold their own scales.
+enum Format : int {
+  kBf16,
+  kFp32,
+  kFp16,
+  kFp8,
+  kInt8,
+  kInt4,
+  kMxfp4,
+  kNvfp4,
+  kInt8Plain,
+  kQ8_0,
+  kQ4_0,
+  kQ4_1,
+  kQ4_K,
+  kQ6_K,
+  kGgufMxfp4
+};
+constexpr int kFormats = 15;
+// The smallest part of a stored row that is whole bytes.
+struct Packing {
+  int bytes, columns;
+};
+__attribute__((always_inline)) constexpr Packing packing_of(Format format) {
+  constexpr Packing packings[kFormats] = {{2, 1}, {4, 1},   {2, 1},   {1, 1},   {1, 1},     {1, 2},     {1, 2},  {1, 2},
+                                          {1, 1}, {34, 32}, {18, 32}, {20, 32}, {144, 256}, {210, 256}, {17, 32}};
+  return packings[format];
+}
+// Bytes that columns of a row take; inside a block of several parts about so.
+__attribute__((always_inline)) constexpr int64_t bytes_of(Format format, int64_t columns) {
+  const Packing packing = packing_of(format);
+  return columns * packing.bytes / packing.columns;
 }
 constexpr bool is_direct(Format format) { return format <= kFp32; }
 
@@ -61,14 +88,14 @@ struct Stored {
   __attribute__((always_inline)) Stored from(int64_t rows, int64_t cols) const {
     Stored further = *this;
     if (is_direct(format)) {
-      further.data += rows * stride + cols * (bits_of(format) / 8);
+      further.data += rows * stride + bytes_of(format, cols);
     } else {
       further.row += rows;
       further.col += cols;
     }
     return further;
   }
-  __attribute__((always_inline)) const char* codes() const { return data + row * stride + col * bits_of(format) / 8; }
+  __attribute__((always_inline)) const char* codes() const { return data + row * stride + bytes_of(format, col); }
 };
 
 // The words of rows the other way round: rows in groups of 16, the last group of what is left; a group of n rows as [words][n].

@@ -63,6 +63,15 @@ struct Vec {
     const W pairs = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(int32_t(four)));
     return _mm256_or_si256(pairs, _mm256_slli_epi64(pairs, 28));
   }
+  static W signed_bytes(const char* p, int n) {
+    uint64_t eight = 0;
+    memcpy(&eight, p, size_t(n));
+    return _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(int64_t(eight)));
+  }
+  // (x >> shift) & mask
+  static W field(W x, int shift, int mask) {
+    return _mm256_and_si256(_mm256_srl_epi32(x, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(mask));
+  }
   static F lookup16(const float* table, W index) {
     const F low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), index);
     const F high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), index);
@@ -73,6 +82,12 @@ struct Vec {
     alignas(16) uint16_t halves[8] = {0};
     memcpy(halves, p, size_t(n) * 2);
     return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(halves)));
+  }
+  // One number in all lanes.
+  static F half(const char* p) {
+    int16_t bits;
+    memcpy(&bits, p, 2);
+    return _mm256_cvtph_ps(_mm_set1_epi16(bits));
   }
   static F e8m0(W code) {  // 2^(code - 127): 0 is subnormal, 255 NaN
     W bits = _mm256_slli_epi32(code, 23);

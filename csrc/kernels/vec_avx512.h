@@ -40,9 +40,20 @@ struct Vec {
     const W pairs = _mm512_cvtepu8_epi64(_mm_maskz_loadu_epi8(mask((n + 1) / 2), p));
     return _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
   }
+  static W signed_bytes(const char* p, int n) { return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask(n), p)); }
+  // (x >> shift) & mask
+  static W field(W x, int shift, int mask) {
+    return _mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(mask));
+  }
   static F lookup16(const float* table, W index) { return _mm512_permutexvar_ps(index, _mm512_load_ps(table)); }
   static F to_float(W x) { return _mm512_cvtepi32_ps(x); }
   static F load_fp16_n(const char* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask(n), p)); }
+  // One number in all lanes.
+  static F half(const char* p) {
+    int16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    return _mm512_cvtph_ps(_mm256_set1_epi16(bits));
+  }
   static F e8m0(W code) {  // 2^(code - 127): 0 is subnormal, 255 NaN
     W bits = _mm512_slli_epi32(code, 23);
     bits = _mm512_mask_mov_epi32(bits, _mm512_testn_epi32_mask(code, code), _mm512_set1_epi32(0x00400000));
@@ -72,6 +83,31 @@ struct Vec {
     const W half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
     const W index = _mm512_ternarylogic_epi32(pairs, _mm512_set1_epi16(15), half, 0xea);  // pairs & 15 | half
     _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, products));
+  }
+  // 32 codes of four bits as 16-bit lanes: of 16 bytes first the low halves, then the high ones; or one half of 32 bytes.
+  static W halves_apart(const char* p) {
+    const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const W both = _mm512_inserti64x4(_mm512_castsi256_si512(bytes), _mm256_srli_epi16(bytes, 4), 1);
+    return _mm512_and_si512(both, _mm512_set1_epi16(15));
+  }
+  static W half_of_each(const char* p, int shift) {
+    const W bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    return _mm512_and_si512(_mm512_srl_epi16(bytes, _mm_cvtsi32_si128(shift)), _mm512_set1_epi16(15));
+  }
+  // What such codes stand for, once for all of them.
+  static void lookup_wide_run(char* out, W codes, F values) {
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(codes, _mm512_castsi256_si512(to_bf16(values))));
+  }
+  // Four bits of each low byte, two of each high one: six bits with an offset of 32.
+  static void six_bits_run(char* out, const char* low, int low_shift, const char* high, int high_shift, F first, F second) {
+    const auto bits = [](const char* p, int shift, char mask) {
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+      return _mm256_and_si256(_mm256_srl_epi16(bytes, _mm_cvtsi32_si128(shift)), _mm256_set1_epi8(mask));
+    };
+    const __m256i upper = _mm256_slli_epi16(bits(high, high_shift, 3), 4);
+    const __m256i codes = _mm256_sub_epi8(_mm256_or_si256(bits(low, low_shift, 15), upper), _mm256_set1_epi8(32));
+    store_run(out, mul(to_float(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes))), first),
+              mul(to_float(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1))), second));
   }
   static void e4m3_run(char* out, const char* codes, float low, float high) {
     const W code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));

@@ -90,6 +90,16 @@ struct Vec {
     for (int i = 0; i < n; ++i) x.lane[i] = uint8_t(p[i / 2]) >> 4 * (i % 2) & 15;
     return x;
   }
+  static W signed_bytes(const char* p, int n) {
+    W x = bytes(p, n);
+    for (uint32_t& lane : x.lane) lane = uint32_t(int32_t(int8_t(lane)));
+    return x;
+  }
+  // (x >> shift) & mask
+  static W field(W x, int shift, int mask) {
+    for (uint32_t& lane : x.lane) lane = lane >> shift & uint32_t(mask);
+    return x;
+  }
   static F lookup16(const float* table, W index) {
     return each([&](int i) { return table[index.lane[i] & 15]; });
   }
@@ -106,6 +116,8 @@ struct Vec {
       return sign * ldexpf(float(exponent ? mantissa + 1024 : mantissa), (exponent ? exponent : 1) - 25);
     });
   }
+  // One number in all lanes.
+  static F half(const char* p) { return set1(load_fp16_n(p, 1).lane[0]); }
   static F e8m0(W code) {  // 2^(code - 127); 255 is NaN
     return each([&](int i) { return code.lane[i] == 255 ? NAN : ldexpf(1.0f, int(code.lane[i]) - 127); });
   }
