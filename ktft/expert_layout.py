@@ -15,7 +15,7 @@ import numpy as np
 
 from ktft.formats import DTYPE_BITS, Encoding, Role, tensor_bytes
 from ktft.mapping import CheckpointError, FileMapping
-from ktft.weights import CODED, PLAIN, ExpertMatrices, Scales
+from ktft.weights import BLOCKS, CODED, PLAIN, ExpertMatrices, Scales
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,11 @@ def describe(
     name = source.encoding.format
     if name == "int8" and codes.dtype == "I8":
         name = "int8_plain"
-    if name not in PLAIN and name not in CODED:
+    if name not in {*PLAIN, *CODED, *BLOCKS}:
         raise CheckpointError(
-            f"{codes.file}: expert tensor {codes.name!r} is stored as {_called(name)}, which ktft does not compute "
-            f"with; expected {', '.join([*PLAIN, *sorted(CODED)])}. Use another published version of this model."
+            f"{codes.file}: expert tensor {codes.name!r} is stored as {_called(name)}, which ktft does not "
+            f"compute with; expected {', '.join([*PLAIN, *sorted(CODED), *BLOCKS])}. Use another published version "
+            "of this model."
         )
     rows, cols = source.shape[-2:]
     row_bytes = codes.size // math.prod(source.shape[:-1])

@@ -170,7 +170,8 @@ def _rope(metadata: dict[str, Any]) -> dict[str, Any]:
     if metadata.get("rope.scaling.type", "none") in ("linear", "yarn"):
         rope["rope_type"] = metadata.pop("rope.scaling.type")
         rope |= {name: metadata.pop(key) for key, name in _ROPE.items() if key in metadata}
-    elif "rope.scaling.type" in metadata and metadata["rope.scaling.type"] == "none":
+        metadata.pop("rope.scaling.finetuned", None)  # whether it was trained so; llama.cpp only prints it
+    elif metadata.get("rope.scaling.type") == "none":
         del metadata["rope.scaling.type"]
     return rope
 
