@@ -8,9 +8,15 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ktft.gguf_file import find_gguf
+from ktft.gguf_file import find_gguf, read_gguf
 from ktft.mapping import CheckpointError
 
+_SPECIAL = {
+    "bos_token": "tokenizer.ggml.bos_token_id",
+    "eos_token": "tokenizer.ggml.eos_token_id",
+    "unk_token": "tokenizer.ggml.unknown_token_id",
+    "pad_token": "tokenizer.ggml.padding_token_id",
+}
 _FILES = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model")
 
 
@@ -32,12 +38,18 @@ def read_tokenizer(model: str, *, trust_remote_code: bool = False) -> Any:
         return AutoTokenizer.from_pretrained(file.parent, trust_remote_code=trust_remote_code)
     # By its vocabulary's kind, which metadata says; AutoTokenizer asks which architecture it is, and knows few.
     try:
-        return PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+        # Without a word about them transformers adds tokens to the vocabulary, <s> and </s>.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, **dict.fromkeys(_SPECIAL))
     except (KeyError, ValueError, NotImplementedError) as error:
         raise CheckpointError(
             f"{file}: no tokenizer can be made of its metadata ({type(error).__name__}: {error}); put the "
             f"tokenizer.json and tokenizer_config.json of the model's safetensors checkpoint into {file.parent}"
         ) from None
+    metadata = read_gguf(file).metadata
+    for name, key in _SPECIAL.items():  # transformers before 5.24 leaves them unset
+        if key in metadata:
+            setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(metadata[key]))
+    return tokenizer
 
 
 __all__ = ["read_tokenizer"]

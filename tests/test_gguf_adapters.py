@@ -96,7 +96,8 @@ def test_the_tokenizer_of_the_metadata(written: Written) -> None:
     assert tokenizer(text).input_ids == TOKENIZER(text).input_ids
     assert tokenizer.decode(tokenizer(text).input_ids) == text
     assert tokenizer.chat_template == CHATML
-    assert (tokenizer.eos_token, tokenizer.bos_token) == ("<|im_end|>", "<bos>")
+    assert (tokenizer.eos_token, tokenizer.bos_token, tokenizer.pad_token) == ("<|im_end|>", "<bos>", "<pad>")
+    assert "<s>" not in tokenizer.get_vocab()
 
 
 def test_a_tokenizer_beside_the_file_comes_first(written: Written, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Loading a quantised checkpoint, or a GGUF file, streams: at the peak there is one tensor more than the result, and no expert."""
+"""Loading a quantised checkpoint or a GGUF file streams: at the peak there is one tensor more than the result, and no
+expert."""
 
 from __future__ import annotations
 
