@@ -30,8 +30,12 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe",
     "olmoe": "olmoe",
     "mixtral": "llama",
+    "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "glm4_moe": "glm4moe",
 }
+CONFIG_BESIDE = ("deepseek_v2", "deepseek_v3", "glm4_moe")
+"""Those of which ktft does not read the metadata."""
 
 SMALL: dict[str, Any] = {"hidden_size": 64, "moe_intermediate_size": 32, "head_dim": 32, "initializer_range": 0.1}
 """Sizes of a Qwen3-MoE that blocks of 32 divide."""
@@ -118,7 +122,7 @@ def write(
 ) -> Written:
     """
     Args:
-        family: a key of :data:`ARCHITECTURES`; of deepseek_v3, config.json is written beside the file.
+        family: a key of :data:`ARCHITECTURES`; of :data:`CONFIG_BESIDE`, config.json is written beside the file.
         directory: where to.
         kind: GGUF type of the matrices.
         name: of the file.
@@ -153,7 +157,7 @@ def write(
             with torch.no_grad():
                 value.copy_(_add(stock.config, parameter, value.clone(), add, fused))
     edit(writer)
-    if family == "deepseek_v3":
+    if family in CONFIG_BESIDE:
         stock.config.save_pretrained(directory)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -186,6 +190,8 @@ def _add(
         head_value = add(f"{prefix}attn_v_b.weight", head_value)
         return torch.cat([key, head_value], dim=1).reshape(value.shape)
     name, suffix = rest.rsplit(".", 1)
+    if config.model_type == "glm4_moe" and name == "post_attention_layernorm":
+        return add(f"{prefix}post_attention_norm.weight", value)
     if config.model_type == "mixtral" and name in ("self_attn.q_proj", "self_attn.k_proj"):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
         decoded = add(f"{prefix}{_NAMES[name]}.{suffix}", permuted(value, heads))
