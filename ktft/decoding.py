@@ -91,41 +91,43 @@ class Origin:
 
 
 class ArrangedSlice:
-    """A parameter that is put together when it is indexed.
+    """A parameter that is put together when it is indexed, of what each of the origin's sources is read by.
 
     Attributes:
-        parts: what each of the origin's sources is read by.
+        failure: why a part could not be read.
     """
 
     def __init__(self, origin: Origin, parts: list[Any]) -> None:
-        self._origin, self.parts = origin, parts
+        self._origin, self._parts = origin, parts
+        self.failure: CheckpointError | None = None
 
     def get_shape(self) -> list[int]:
         return list(self._origin.shape)
 
     def get_dtype(self) -> str:
         """The safetensors name of what indexing gives."""
-        dtype: str = self.parts[0].get_dtype()
+        dtype: str = self._parts[0].get_dtype()
         return dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         """
         Raises:
-            CheckpointError: a part could not be decoded.
+            CheckpointError: a part could not be read or decoded.
         """
-        parts = [part[...] for part in self.parts]
+        try:
+            parts = [part[...] for part in self._parts]
+        except CheckpointError as error:
+            self.failure = error
+            raise
         whole = parts[0] if self._origin.arrange is None else self._origin.arrange(*parts)
         out: torch.Tensor = whole.reshape(self._origin.shape)[index]
         return out
 
 
 def failure(values: Iterable[Any]) -> CheckpointError | None:
-    """Why one of the values that :func:`state_dict` gave could not be decoded, if so."""
-    for value in values:
-        for part in value.parts if isinstance(value, ArrangedSlice) else [value]:
-            if isinstance(part, CodedSlice) and part.failure is not None:
-                return part.failure
-    return None
+    """Why one of the values that :func:`state_dict` gave could not be read, if so."""
+    slices = (value for value in values if isinstance(value, (ArrangedSlice, CodedSlice)))
+    return next((value.failure for value in slices if value.failure is not None), None)
 
 
 def _read(checkpoint: Checkpoint, source: ExpertSource) -> dict[formats.Role, torch.Tensor]:

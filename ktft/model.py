@@ -229,7 +229,13 @@ def _resolve(path_or_hub_id: str | os.PathLike[str], revision: str | None, trust
         )
     small = ["*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
     # In the hub's patterns * matches / too.
-    return _from_hub(name, revision, allow=small, ignore=["*/*"])
+    directory = _from_hub(name, revision, allow=small, ignore=["*/*"])
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            f"{name} has no config.json. Of a repository of GGUF files download the one you mean (hf download {name} "
+            "FILE), and give its path."
+        )
+    return directory
 
 
 def _download_weights(hub_id: str, directory: Path) -> None:

@@ -11,8 +11,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from ktft.checkpoint import Checkpoint
+from ktft.expert_layout import Tensor
 from ktft.families import UnsupportedModelError
 from ktft.mapping import CheckpointError
 from ktft.model import load_model
@@ -186,6 +189,12 @@ def test_missing_tensors(name: str, tmp_path: Path) -> None:
     refused(written.path, what)
 
 
+def test_a_repository_of_gguf_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ktft.model.snapshot_download", lambda *args, **kwargs: str(tmp_path))
+    with pytest.raises(ValueError, match=r"^a/b has no config\.json\. Of a repository of GGUF files download the one"):
+        load_model("a/b")
+
+
 def test_parts(tmp_path: Path) -> None:
     written = write("qwen3_moe", tmp_path, "Q8_0", parts=7, **SMALL)
     second = sorted(tmp_path.iterdir())[1]
@@ -206,6 +215,20 @@ def test_paths(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="revision='main' has no meaning for the local path"):
         (tmp_path / "m.gguf").write_bytes(b"GGUF")
         load_model(tmp_path / "m.gguf", revision="main")
+
+
+@pytest.mark.parametrize("name", ["output_norm.weight", "blk.0.attn_q.weight"])
+def test_what_cannot_be_read_is_said_in_words_of_ours(file: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers has other words for whatever goes wrong while it loads a tensor."""
+    read = Checkpoint.read
+
+    def failing(self: Checkpoint, tensor: Tensor) -> torch.Tensor:
+        if tensor.name == name:
+            raise CheckpointError(f"{tensor.file} was truncated while it was being loaded")
+        return read(self, tensor)
+
+    monkeypatch.setattr(Checkpoint, "read", failing)
+    refused(file, r"^\S+m\.gguf was truncated while it was being loaded$")
 
 
 def test_values_that_are_not_finite(file: Path) -> None:
