@@ -40,7 +40,7 @@ struct Nibbles {
   static constexpr int kColumns = 32, kBytes = head_bytes + 16, kRunColumns = kRun;
   static constexpr bool kHasOffset = false;
   static Vec::F codes(const char* block, int column, int lanes) {
-    return Vec::lookup16(table, Vec::field(Vec::bytes(block + head_bytes + column % 16, lanes), column / 16 * 4, 15));
+    return Vec::lookup16(table, Vec::shifted(Vec::bytes(block + head_bytes + column % 16, lanes), column / 16 * 4));
   }
   template <class Unit = Vec, class Head>
   static void run(char* out, const char* block, int column, const Head& head) {
@@ -94,7 +94,7 @@ struct Q4_K {
   // Of 64 columns the first 32 are the low halves of 32 bytes.
   static Vec::F codes(const char* block, int column, int lanes) {
     const char* const bytes = block + kCodes + column / 64 * 32 + column % 32;
-    return Vec::to_float(Vec::field(Vec::bytes(bytes, lanes), column / 32 % 2 * 4, 15));
+    return Vec::lookup16(kNibbleValues, Vec::shifted(Vec::bytes(bytes, lanes), column / 32 % 2 * 4));
   }
   template <class Unit = Vec>
   static void run(char* out, const char* block, int column, const Head& head) {
@@ -105,6 +105,8 @@ struct Q4_K {
   }
 };
 
+// Two bits and two that are not meant; less the offset of a code.
+alignas(64) constexpr float kUpperValues[16] = {-32, -16, 0, 16, -32, -16, 0, 16, -32, -16, 0, 16, -32, -16, 0, 16};
 struct Q6_K {
   static constexpr int kColumns = 256, kBytes = 210, kHigh = 128, kScales = 192, kScale = 208, kRunColumns = 64;
   static constexpr bool kHasOffset = false;
@@ -123,9 +125,9 @@ struct Q6_K {
   static Vec::F codes(const char* block, int column, int lanes) {
     const char *const low = block + column / 128 * 64 + column % 64, *const high =
                                                                          block + kHigh + column / 128 * 32 + column % 32;
-    const Vec::F lower = Vec::to_float(Vec::field(Vec::bytes(low, lanes), column / 64 % 2 * 4, 15));
-    const Vec::F upper = Vec::to_float(Vec::field(Vec::bytes(high, lanes), column / 32 % 4 * 2, 3));
-    return Vec::sub(Vec::add(lower, Vec::mul(upper, Vec::set1(16))), Vec::set1(32));
+    const Vec::F lower = Vec::lookup16(kNibbleValues, Vec::shifted(Vec::bytes(low, lanes), column / 64 % 2 * 4));
+    const Vec::F upper = Vec::lookup16(kUpperValues, Vec::shifted(Vec::bytes(high, lanes), column / 32 % 4 * 2));
+    return Vec::add(lower, upper);
   }
   template <class Unit = Vec>
   static void run(char* out, const char* block, int column, const Head& head) {

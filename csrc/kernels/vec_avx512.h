@@ -41,9 +41,14 @@ struct Vec {
     return _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
   }
   static W signed_bytes(const char* p, int n) { return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask(n), p)); }
-  // (x >> shift) & mask
-  static W field(W x, int shift, int mask) {
-    return _mm512_and_si512(_mm512_srl_epi32(x, _mm_cvtsi32_si128(shift)), _mm512_set1_epi32(mask));
+  static W shifted(W x, int right) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(right)); }
+  // The same of two words of eight columns, in AWQ's order; `col` is a multiple of eight, and so is n.
+  static W awq(const char* row, int64_t col, int n) {
+    const __m128i words = _mm_maskz_loadu_epi32(__mmask8((1 << n / 8) - 1), row + col / 2);
+    const W each = _mm512_permutexvar_epi32(_mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(1), 1),
+                                            _mm512_castsi128_si512(words));
+    const W shifts = _mm512_broadcast_i64x4(_mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28));
+    return _mm512_srlv_epi32(each, shifts);
   }
   static F lookup16(const float* table, W index) { return _mm512_permutexvar_ps(index, _mm512_load_ps(table)); }
   static F to_float(W x) { return _mm512_cvtepi32_ps(x); }
