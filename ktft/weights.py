@@ -85,7 +85,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class ZeroPoints:
-    """Zero points of one matrix of every expert: four bits for each scale, packed along a row as the format packs codes.
+    """Zero points of one matrix of every expert: four bits for each scale, packed along a row like the format's codes.
 
     Attributes:
         addresses: int64 [E], of each expert's first word.
