@@ -182,7 +182,8 @@ Ahead Layer::ahead_of(const Base& base, int64_t index, const Base& after) const 
   Ahead ahead;
   const auto read_ahead = [](const PanelSource& part) -> Ahead::Area {
     const int64_t bytes = bytes_of(part.format, part.is_rows ? part.length : part.columns);
-    return {part.codes(), part.stride, part.is_rows ? part.columns : part.length, bytes};
+    const int64_t rows = part.is_rows ? part.columns : part.length, of_line = packing_of(part.format).rows;
+    return {part.codes(), part.stride, (rows + of_line - 1) / of_line, bytes};
   };
   const auto read = [&](const Block& block) { ahead.areas[0] = read_ahead(source(block, 0)); };
   if (base.few) {

@@ -16,7 +16,7 @@ class LayerCall:
         x: int,
         top_k_index: int,
         top_k_weights: int,
-        matrices: Sequence[tuple[int, int, int, bool, int, int, int, int, int, int, int, bool]],
+        matrices: Sequence[tuple[int, int, int, bool, int, int, int, int, int, int, int, bool, int, int, bool]],
         adapters: Sequence[tuple[Sequence[int], int, int, float]],
         adapter_ids: int,
         dropout_p: float,

@@ -43,7 +43,7 @@ from ktft.formats import (
     tensor_bytes,
 )
 from ktft.mapping import CheckpointError, FileIdentity, FileMapping, check_mapped, map_file
-from ktft.weights import CODED, PLAIN, ExpertMatrices, ExpertWeights
+from ktft.weights import PLAIN, ExpertMatrices, ExpertWeights
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -161,7 +161,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def refuse_methods(directory: Path, config: Mapping[str, Any]) -> None:
-    """Refuse what no tensor can make good, before there are any: a method that is not read, or not for experts.
+    """Refuse what no tensor can make good, before there are any: a method that is not read.
 
     Args:
         directory: where ``config.json`` lies.
@@ -171,19 +171,9 @@ def refuse_methods(directory: Path, config: Mapping[str, Any]) -> None:
         CheckpointError: names the method.
     """
     try:
-        scheme = read_scheme(*_quantization(directory, config))
+        read_scheme(*_quantization(directory, config))
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from None
-    if scheme is None:
-        return
-    for rule in scheme.rules:
-        formats = {encoding.format for encoding in rule.encodings}
-        if not formats & {*PLAIN, *CODED}:
-            raise CheckpointError(
-                f"{directory}: {scheme.source} says {rule.what}: experts stored as "
-                f"{' or '.join(sorted(formats)).upper()} are not supported; expected one of "
-                f"{', '.join([*PLAIN, *sorted(CODED)])}. Use another published version of this model."
-            )
 
 
 def _quantization(directory: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Any]:

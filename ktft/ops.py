@@ -22,13 +22,24 @@ from torch.autograd import forward_ad
 
 from ktft import _C
 from ktft.buffers import Buffers
-from ktft.weights import BLOCKS, CODED, LORA_NAMES, PLAIN, SCALE_FORMATS, ExpertWeights, Scales, lookup, lora_shapes
+from ktft.weights import (
+    BLOCKS,
+    CODED,
+    LORA_NAMES,
+    PLAIN,
+    SCALE_FORMATS,
+    ExpertWeights,
+    Scales,
+    ZeroPoints,
+    lookup,
+    lora_shapes,
+)
 
 MAX_RANK = 256
 MAX_ADAPTERS: int = _C.MAX_ADAPTERS
 _COMPUTE = {torch.bfloat16: 0, torch.float32: 1}
 _FORMATS = (
-    "bf16", "fp32", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4", "int8_plain",
+    "bf16", "fp32", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4", "int8_plain", "gptq", "awq",
     "q8_0", "q4_0", "q4_1", "q4_k", "q6_k", "gguf_mxfp4",
 )  # fmt: skip
 """In the order of csrc/kernels/table.h."""
@@ -267,7 +278,14 @@ def _layer_call(call: _Call, experts: ExpertWeights) -> tuple[_C.LayerCall, list
         top_k_index=index.data_ptr(),
         top_k_weights=route_weights.data_ptr(),
         matrices=[
-            (m.addresses.ctypes.data, m.row_stride, _FORMATS.index(m.format), m.transposed, *_scales(m.scales))
+            (
+                m.addresses.ctypes.data,
+                m.row_stride,
+                _FORMATS.index(m.format),
+                m.transposed,
+                *_scales(m.scales),
+                *_zeros(m.zero_points),
+            )
             for m in (experts.gate, experts.up, experts.down)
         ],
         adapters=adapters,
@@ -297,6 +315,10 @@ def _scales(scales: Scales | None) -> tuple[int, int, int, int, int, int, int, b
         factors,
         scales.divides,
     )
+
+
+def _zeros(zeros: ZeroPoints | None) -> tuple[int, int, bool]:
+    return (0, 0, False) if zeros is None else (zeros.addresses.ctypes.data, zeros.row_stride, zeros.less_one)
 
 
 def _forward_cpu(call: _Call, save: bool) -> tuple[torch.Tensor, torch.Tensor]:

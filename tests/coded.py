@@ -7,7 +7,7 @@ import torch
 
 from ktft import formats
 from ktft.formats import Encoding
-from ktft.weights import BLOCKS, ExpertMatrices, ExpertWeights, Scales
+from ktft.weights import BLOCKS, WITH_ZERO_POINTS, ExpertMatrices, ExpertWeights, Scales, ZeroPoints
 
 SCALE_NAMES = {
     torch.float32: "fp32",
@@ -34,6 +34,10 @@ ENCODINGS: dict[str, tuple[Encoding, torch.dtype]] = {
     "mxfp4": (formats.mxfp4(), torch.uint8),
     "nvfp4-multiplied": (formats.nvfp4_modelopt(), torch.float8_e4m3fn),
     "nvfp4-divided": (formats.nvfp4_compressed(), torch.float8_e4m3fn),
+    "gptq-32": (formats.gptq(32), torch.float16),
+    "gptq-v2-channel": (formats.gptq(0, 2), torch.bfloat16),
+    "awq-32": (formats.awq(32), torch.float16),
+    "awq-channel": (formats.awq(0), torch.float32),
     **{f"gguf-{kind.lower()}": (formats.gguf(kind), torch.float16) for kind in formats.GGUF_BLOCKS},
 }
 
@@ -60,6 +64,8 @@ def _tensors(encoding: Encoding, scale: torch.dtype, rows: int, cols: int, gener
     out = {}
     for tensor in encoding.tensors:
         shape = [dimension.size(rows, cols) for dimension in tensor.shapes[0]]
+        if tensor.role == "group_index":
+            continue
         bytes_ = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
         if tensor.role == "shape":
             out["shape"] = torch.tensor([rows, cols])
@@ -67,9 +73,8 @@ def _tensors(encoding: Encoding, scale: torch.dtype, rows: int, cols: int, gener
             out["codes"] = torch.randn(shape, generator=generator).half()
         elif tensor.role == "codes" and encoding.format == "fp8":
             out["codes"] = torch.where(bytes_ & 0x7F == 0x7F, 0, bytes_).view(torch.float8_e4m3fn)
-        elif tensor.role == "codes" and tensor.dtypes[0] == "I32":
-            packed = torch.randint(-(2**31), 2**31, shape, generator=generator)
-            out["codes"] = packed.to(torch.int32)
+        elif tensor.dtypes[0] == "I32":
+            out[tensor.role] = torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
         elif tensor.role == "codes":
             out["codes"] = bytes_.view(torch.int8) if tensor.dtypes == ("I8",) else bytes_
         elif tensor.role in ("global_scale", "global_divisor"):
@@ -93,11 +98,23 @@ def _matrices(encoding: Encoding, scale: torch.dtype, found: list[dict[str, torc
     if factor is not None:
         factors = np.array([float(tensors[factor].reshape(())) for tensors in found], dtype=np.float32)
     block_rows, block_cols = encoding.block
+    zeros = None
+    if encoding.format in WITH_ZERO_POINTS:  # the transpose: columns share scales, rows do not
+        block_rows, block_cols, rows = block_cols, 1, cols
+        role = encoding.tensors[2].role
+        found_zeros = [tensors[role] for tensors in found]
+        zeros = ZeroPoints(
+            np.array([t.data_ptr() for t in found_zeros], dtype=np.int64),
+            found_zeros[0].shape[1] * 4,
+            role == "zero_points_less_one",
+        )
     row_bytes = scales[0].numel() // scales[0].shape[0] * scales[0].element_size() if scales[0].dim() else 0
     return ExpertMatrices(
         addresses,
         stride,
         "int8_plain" if codes[0].dtype == torch.int8 else encoding.format,
+        zeros is not None,
+        zero_points=zeros,
         scales=Scales(
             np.array([t.data_ptr() for t in scales], dtype=np.int64),
             row_bytes if block_rows else 0,
@@ -121,4 +138,6 @@ def coded_experts(name: str, experts: int, hidden: int, intermediate: int, dtype
         decoded.append(torch.stack([formats.dequantize(encoding, tensors, dtype) for tensors in found]))
         held.append(found)
     coded = ExpertWeights(*described, hidden_size=hidden, intermediate_size=intermediate, owner=held)
-    return coded, ExpertWeights.from_tensors(*decoded)
+    if coded.gate.transposed:  # the order of additions is another then
+        decoded = [matrices.transpose(1, 2).contiguous() for matrices in decoded]
+    return coded, ExpertWeights.from_tensors(*decoded, transposed=coded.gate.transposed)

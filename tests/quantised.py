@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ktft import formats
 from ktft.formats import Encoding, Role
 from ktft.formats.fp4 import e2m1_codes
 from ktft.formats.fp8 import LARGEST
+from ktft.weights import WITH_ZERO_POINTS
 from tests.tiny_models import tiny_checkpoint
 
 Tensors = dict[Role, torch.Tensor]
@@ -79,8 +80,10 @@ def modelopt(algorithm: str) -> Config:
     return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head", "*.mlp.gate"]}
 
 
-def _encode(weight: torch.Tensor, encoding: Encoding) -> Tensors:
+def encode(weight: torch.Tensor, encoding: Encoding) -> Tensors:
     """What ktft writes, and the nearest codes under plain scales of what it does not write."""
+    if encoding.format in WITH_ZERO_POINTS:
+        return _encode_with_zero_points(weight, encoding)
     if encoding.format == "nvfp4":
         return _encode_nvfp4(weight, encoding)
     if encoding.format == "fp8" and encoding.block == (0, 0):
@@ -104,6 +107,40 @@ def _encode_nvfp4(weight: torch.Tensor, encoding: Encoding) -> Tensors:
     else:
         out["global_divisor"] = divisor
     return out
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight rows an AWQ word has from its lowest bits up."""
+
+
+def _packed(values: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """[n, 8 m] of 0 to 15 -> int32 [n, m]."""
+    words = torch.zeros(values.shape[0], values.shape[1] // 8, dtype=torch.int32)
+    for i, place in enumerate(order):
+        words |= values[:, place::8].int() << 4 * i
+    return words
+
+
+def _encode_with_zero_points(weight: torch.Tensor, encoding: Encoding) -> Tensors:
+    """The nearest codes between a group's least and largest weight, packed as GPTQ's and AWQ's writers do."""
+    group = encoding.group or weight.shape[1]
+    groups = weight.float().unflatten(1, (-1, group))
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).flatten(1)
+    out: Tensors = {"scales": scales.t().contiguous()}
+    if encoding.format == "awq":
+        return out | {"codes": _packed(codes.t(), AWQ_ORDER), "zero_points": _packed(zeros.t(), AWQ_ORDER)}
+    out["codes"] = _packed(codes, range(8)).t().contiguous()
+    out["group_index"] = torch.arange(weight.shape[1], dtype=torch.int32) // group
+    less_one = int(encoding.tensors[2].role == "zero_points_less_one")
+    out[encoding.tensors[2].role] = _packed((zeros.t() - less_one) % 16, range(8))
+    return out
+
+
+def gptq(group: int, **more: Any) -> Config:
+    return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": False} | more
 
 
 # name -> (encoding, quantization_config, the sizes that its groups divide)
@@ -133,6 +170,13 @@ WRITERS: dict[str, tuple[Encoding, Config, tuple[str, ...]]] = {
     "nvfp4-compressed": (
         formats.nvfp4_compressed(),
         compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        ("edges",),
+    ),
+    "gptq-g32": (formats.gptq(32), gptq(32, checkpoint_format="gptq"), ("edges",)),
+    "gptq-v2-channel": (formats.gptq(0, 2), gptq(-1, checkpoint_format="gptq_v2"), ("edges",)),
+    "awq-g32": (
+        formats.awq(32),
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
         ("edges",),
     ),
 }
@@ -206,7 +250,7 @@ def write(
             quantised[key] = tensor
             continue
         base = key.removesuffix(".weight")
-        matrices[base] = writer(tensor) if writer is not None else _encode(tensor, encoding)
+        matrices[base] = writer(tensor) if writer is not None else encode(tensor, encoding)
         for role, stored in matrices[base].items():
             quantised[encoding.names(base)[role]] = stored
         tensors[key] = formats.dequantize(encoding, matrices[base], torch.float32)

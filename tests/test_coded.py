@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktft import ops
+from ktft import formats, ops
 from ktft.formats import Encoding
-from ktft.weights import lora_shapes
+from ktft.weights import BLOCKS, CODED, PLAIN, lora_shapes
 from tests.coded import ENCODINGS, coded_experts
 
 
@@ -52,3 +52,11 @@ def test_the_bits_of_decoded_matrices(name, isa, dtype):
                 for ours, truth in zip(step(coded, dtype, tokens), step(plain, dtype, tokens), strict=True):
                     assert truth.abs().max() > 0
                     assert torch.equal(ours, truth), (hidden, intermediate, tokens)
+
+
+def test_every_format_is_held_to_the_reference():
+    """What files are read in, what the kernels take, and what is compared here."""
+    stored = {*PLAIN, *CODED, *BLOCKS}
+    assert stored == {*formats.FORMATS, "int8_plain"}
+    compared = {coded_experts(name, 1, 256, 256, torch.float32)[0].gate.format for name in ENCODINGS}
+    assert compared == stored - {"bf16", "fp32"}

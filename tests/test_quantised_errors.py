@@ -53,6 +53,12 @@ def set_bytes(tensors: Tensors, name: str, row: int, column: int, value: int) ->
         ("int4-g32", "weight_shape", None, "is missing"),
         ("int4-g32", "weight_packed", None, r"which has '.*weight_packed'"),
         ("int4-g32", "weight_packed", lambda t: t.long(), "weight_packed' of dtype I32"),
+        ("gptq-g32", "qzeros", None, r"is missing: .*gptq \(groups of 32"),
+        ("gptq-g32", "qzeros", lambda t: t[:-1].clone(), r"expected shape \[5, \d+\]"),
+        ("gptq-g32", "g_idx", lambda t: t[:-1].clone(), r"expected shape \[160\]"),
+        ("awq-g32", "qzeros", None, r"is missing: .*awq \(groups of 32"),
+        ("awq-g32", "qzeros", lambda t: t[:, :-1].clone(), r"expected shape \[5, \d+\]"),
+        ("awq-g32", "scales", lambda t: t.double(), "expected dtype F16 or BF16 or F32"),
         ("mxfp4", "weight_scale", lambda t: t.T.contiguous(), r"expected shape \[\d+, 5\]"),
         ("nvfp4-compressed", "weight_global_scale", None, "is missing"),
         ("nvfp4-modelopt", "weight_scale_2", None, "is missing"),
@@ -170,6 +176,21 @@ def test_plain_experts_are_checked_when_asked_for(tmp_path: Path) -> None:
     plain.edit(lambda t: t[f"{EXPERT}.weight"][4, 5].fill_(float("inf")))
     refused(plain, f"{EXPERT}.weight.*row 4, column 5 decodes to inf", check_weights=True)
     load_model(written.plain)
+
+
+@pytest.mark.parametrize("base", [EXPERT, OTHER])
+def test_columns_in_order_of_activation_are_refused_in_any_case(tmp_path: Path, base: str) -> None:
+    """Experts' are never decoded while a model loads; trained on, every weight would be another's."""
+    written = quantised("gptq-g32", tmp_path, lambda t: t[f"{base}.g_idx"].copy_(t[f"{base}.g_idx"].roll(1)))
+    refused(written, rf"'{base}\.g_idx': column 0 is in group 4, expected 0: .*\(act-order, desc_act\)")
+
+
+def test_columns_that_may_be_in_any_order_need_their_index(tmp_path: Path) -> None:
+    written = quantised("gptq-g32", tmp_path)
+    written.edit_config(lambda config: config["quantization_config"].update(desc_act=True))
+    load_model(written.directory)
+    written.edit(lambda t: t.pop(f"{EXPERT}.g_idx"))
+    refused(written, rf"'{EXPERT}\.g_idx' is missing")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])

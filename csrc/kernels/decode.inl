@@ -126,6 +126,7 @@ inline void decode_rows_of(const Stored& source, int64_t rows, int64_t cols, cha
 }
 
 #include "decode_blocks.inl"
+#include "decode_zeros.inl"
 
 // Rows of codes -> rows of words, padded with zeros to a whole word.
 template <class Mode>
@@ -146,6 +147,10 @@ inline void decode_codes(const Stored& source, int64_t rows, int64_t cols, char*
       return decode_rows_of<Mode, Int8Codes>(source, rows, cols, words, word_stride);
     case kInt8Plain:
       return decode_rows_of<Mode, Int8PlainCodes>(source, rows, cols, words, word_stride);
+    case kGptq:
+      return decode_with_zeros<Mode, GptqCodes>(source, rows, cols, words, word_stride);
+    case kAwq:
+      return decode_with_zeros<Mode, AwqCodes>(source, rows, cols, words, word_stride);
     case kInt4:
       return decode_rows_of<Mode, TableCodes<kInt4Values>>(source, rows, cols, words, word_stride);
     case kMxfp4:

@@ -39,6 +39,8 @@ enum Format : int {
   kMxfp4,
   kNvfp4,
   kInt8Plain,
+  kGptq,
+  kAwq,
   kQ8_0,
   kQ4_0,
   kQ4_1,
@@ -46,14 +48,15 @@ enum Format : int {
   kQ6_K,
   kGgufMxfp4
 };
-constexpr int kFormats = 15;
-// The smallest part of a stored row that is whole bytes.
+constexpr int kFormats = 17;
+// The smallest part of stored rows that is whole bytes. Where it is of several rows, a stride leads to the next so many.
 struct Packing {
-  int bytes, columns;
+  int bytes, columns, rows = 1;
 };
 __attribute__((always_inline)) constexpr Packing packing_of(Format format) {
-  constexpr Packing packings[kFormats] = {{2, 1}, {4, 1},   {2, 1},   {1, 1},   {1, 1},     {1, 2},     {1, 2},  {1, 2},
-                                          {1, 1}, {34, 32}, {18, 32}, {20, 32}, {144, 256}, {210, 256}, {17, 32}};
+  constexpr Packing packings[kFormats] = {{2, 1},   {4, 1},   {2, 1},     {1, 1},     {1, 1},  {1, 2},
+                                          {1, 2},   {1, 2},   {1, 1},     {4, 1, 8},  {4, 8},  {34, 32},
+                                          {18, 32}, {20, 32}, {144, 256}, {210, 256}, {17, 32}};
   return packings[format];
 }
 // Bytes that columns of a row take; inside a block of several parts about so.
@@ -76,12 +79,21 @@ struct Scales {
   bool divides = false;
 };
 
+// Codes that mean zero, of four bits, as the format packs its own along a row: element (i, j) has that of row i / rows of the
+// scales, and of column j; if `less_one`, it is what is stored plus 1, modulo 16.
+struct ZeroPoints {
+  const char* data = nullptr;
+  ptrdiff_t stride = 0;  // bytes
+  bool less_one = false;
+};
+
 // Elements of a stored matrix, from row `row` and column `col` on; direct ones begin at `data` itself.
 struct Stored {
   const char* data = nullptr;  // null: nothing
   ptrdiff_t stride = 0;        // bytes between stored rows
   Format format = kBf16;
   Scales scales = {};
+  ZeroPoints zeros = {};
   int64_t row = 0, col = 0;
 
   // The same from `rows` and `cols` further on. Always inlined: a copy of its own would be a weak symbol with a level's flags.
@@ -95,7 +107,11 @@ struct Stored {
     }
     return further;
   }
-  __attribute__((always_inline)) const char* codes() const { return data + row * stride + bytes_of(format, col); }
+  // Where row `row + rows` lies.
+  __attribute__((always_inline)) const char* line(int64_t rows = 0) const {
+    return data + (row + rows) / packing_of(format).rows * stride;
+  }
+  __attribute__((always_inline)) const char* codes() const { return line() + bytes_of(format, col); }
 };
 
 // The words of rows the other way round: rows in groups of 16, the last group of what is left; a group of n rows as [words][n].

@@ -68,9 +68,11 @@ struct Vec {
     memcpy(&eight, p, size_t(n));
     return _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(int64_t(eight)));
   }
-  // (x >> shift) & mask
-  static W field(W x, int shift, int mask) {
-    return _mm256_and_si256(_mm256_srl_epi32(x, _mm_cvtsi32_si128(shift)), _mm256_set1_epi32(mask));
+  static W shifted(W x, int right) { return _mm256_srl_epi32(x, _mm_cvtsi32_si128(right)); }
+  // The same of a word of eight columns, in AWQ's order; `col` is a multiple of eight.
+  static W awq(const char* row, int64_t col, int) {
+    const W shifts = _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28);
+    return _mm256_srlv_epi32(broadcast(row + col / 2), shifts);
   }
   static F lookup16(const float* table, W index) {
     const F low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), index);

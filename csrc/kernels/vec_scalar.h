@@ -95,9 +95,19 @@ struct Vec {
     for (uint32_t& lane : x.lane) lane = uint32_t(int32_t(int8_t(lane)));
     return x;
   }
-  // (x >> shift) & mask
-  static W field(W x, int shift, int mask) {
-    for (uint32_t& lane : x.lane) lane = lane >> shift & uint32_t(mask);
+  static W shifted(W x, int right) {
+    for (uint32_t& lane : x.lane) lane >>= right;
+    return x;
+  }
+  // From column `col` of a row of words of eight columns, in AWQ's order. Bits above the lowest four are anything.
+  static W awq(const char* row, int64_t col, int n) {
+    W x = {{0, 0, 0, 0}};
+    for (int i = 0; i < n; ++i) {
+      const int column = int((col + i) % 8);
+      uint32_t word;
+      memcpy(&word, row + (col + i) / 8 * 4, 4);
+      x.lane[i] = word >> (column / 2 + column % 2 * 4) * 4;
+    }
     return x;
   }
   static F lookup16(const float* table, W index) {

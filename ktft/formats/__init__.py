@@ -23,7 +23,7 @@ from ktft.formats.gguf_blocks import GGUF_BLOCKS, OTHER_BLOCKS, gguf
 from ktft.formats.gptq_awq import awq, gptq
 from ktft.formats.integers import int8, int8_tensor, int_packed
 from ktft.formats.schemes import quantization_config, read_scheme
-from ktft.formats.table import FORMATS, check_values, dequantize, encode, matrix_of_tensors, relative_error
+from ktft.formats.table import FORMATS, check_order, check_values, dequantize, encode, matrix_of_tensors, relative_error
 from ktft.formats.written import WRITTEN, written_config
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "StoredMatrix",
     "StoredTensor",
     "awq",
+    "check_order",
     "check_values",
     "dequantize",
     "detect",
