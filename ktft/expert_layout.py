@@ -95,8 +95,8 @@ def describe(
         place: which part of the stored matrices it is.
 
     Raises:
-        CheckpointError: the format, or this part of a matrix in it, is not one that the kernels take, or columns are not
-            in order; names the tensor.
+        CheckpointError: the format, or this part of a matrix in it, is not one that the kernels take, or its columns
+            are not in order; names the tensor.
     """
     source = sources[0]
     codes = source.tensors["codes"]
