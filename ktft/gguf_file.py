@@ -141,7 +141,7 @@ def read_gguf(path: Path) -> GgufModel:
     metadata: dict[str, Any] = {}
     for number, file in enumerate(files):
         found, its_tensors, identity = _read_header(file)
-        count = found.get("split.count", 1)
+        count = found.get("split.count", 1) or 1  # 0 of parts that were joined again
         if count != len(files) or found.get("split.no", 0) != number:
             raise CheckpointError(
                 f"{file} says that it is part {found.get('split.no', 0) + 1} of {count}; by its name it is "

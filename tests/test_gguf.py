@@ -138,6 +138,8 @@ def test_several_files_and_directories(tmp_path: Path) -> None:
     assert files[0] == written.path.name == f"m-00001-of-{len(files):05d}.gguf"
     for path in (written.path, written.path.with_name(files[1]), written.path.parent):
         assert_same_function(load_model(path, dtype=torch.float32), written.stock)
+    joined = write("qwen3_moe", tmp_path / "joined", "Q8_0", edit=lambda w: w.add_uint16("split.count", 0), **SMALL)
+    assert_same_function(load_model(joined.path, dtype=torch.float32), written.stock)
     write("qwen3_moe", written.path.parent, name="other.gguf")
     with pytest.raises(gguf_file.CheckpointError, match=rf"several GGUF models: {files[0]}, other\.gguf"):
         load_model(written.path.parent)

@@ -125,6 +125,8 @@ def test_training_and_talking(written: Written, data: Path, tmp_path: Path, caps
     arguments = ["--prompt", "Which quay?", "--max-new-tokens", "6", "--device", "cpu"]
     assert cli.main(["generate", str(written.path), "--adapter", str(tmp_path / "out"), *arguments]) == 0
     assert capsys.readouterr().out.strip()
+    assert cli.main(["bench", "decode", str(written.path), "--vs", "hf"]) == 1
+    assert "--vs hf needs a directory of safetensors files" in capsys.readouterr().err
     assert cli.main(["generate", str(written.path.parent), *arguments]) == 0
     answer = capsys.readouterr().out
     ids = TOKENIZER.apply_chat_template(chat("Which quay?"), add_generation_prompt=True, return_dict=True)["input_ids"]

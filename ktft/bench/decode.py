@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from ktft.bench.report import Report
 from ktft.bench.settings import check_isa, tidy, torch_threads
 from ktft.chat import Sampling
 from ktft.experts import CpuExperts
+from ktft.gguf_file import find_gguf
 from ktft.weights import stored_bytes
 
 IMPLEMENTATIONS = ("grouped_mm", "eager")
@@ -289,6 +291,10 @@ def _base(model: Any) -> Any:
 
 def _load(settings: Settings) -> list[Side]:
     path = os.path.expanduser(settings.model)
+    if settings.vs == "hf" and os.path.exists(path) and find_gguf(Path(path)) is not None:
+        raise ValueError(
+            f"--vs hf needs a directory of safetensors files, which transformers loads too; {path} is GGUF"
+        )
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     base: Any = ktft.load_model(path, device=device)
     dtype = base.dtype
