@@ -127,7 +127,7 @@ def write(
         kind: GGUF type of the matrices.
         name: of the file.
         types: pattern of a GGUF name -> type of those matrices.
-        fused: gate and up of the experts in one tensor.
+        fused: gate and up of the experts in one tensor, and DeepSeek's key and value.
         parts: tensors in each of several files; 0: one file.
         tokenizer: goes into the metadata.
         edit: called with the writer before it writes.
@@ -183,6 +183,8 @@ def _add(
         return torch.cat([add(f"{prefix}ffn_{n}_exps.weight", w) for n, w in (("gate", gate), ("up", up))], dim=1)
     if rest == "mlp.gate.e_score_correction_bias":
         return add(f"{prefix}exp_probs_b.bias", value)
+    if rest == "self_attn.kv_b_proj.weight" and fused:
+        return add(f"{prefix}attn_kv_b.weight", value)
     if rest == "self_attn.kv_b_proj.weight":
         heads, rank = config.num_attention_heads, config.kv_lora_rank
         key, head_value = value.view(heads, -1, rank).split([config.qk_nope_head_dim, config.v_head_dim], dim=1)

@@ -108,6 +108,13 @@ def test_gate_and_up_in_one_tensor(kind: str, tmp_path: Path) -> None:
     assert_same_function(load_model(written.path, dtype=torch.float32), written.stock)
 
 
+def test_key_and_value_in_one_tensor(tmp_path: Path) -> None:
+    """As older files of DeepSeek have them."""
+    written = write("deepseek_v3", tmp_path, fused=True)
+    assert "blk.0.attn_kv_b.weight" in written.types
+    assert_same_function(load_model(written.path), written.stock)
+
+
 def test_rows_of_q_and_k_in_blocks(tmp_path: Path) -> None:
     """llama.cpp's order of rows, and DeepSeek's key and value apart, of quantised matrices."""
     mixtral = write("mixtral", tmp_path / "mixtral", "Q8_0", hidden_size=64, intermediate_size=32)
