@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -277,17 +279,7 @@ def _layer_call(call: _Call, experts: ExpertWeights) -> tuple[_C.LayerCall, list
         x=x.data_ptr(),
         top_k_index=index.data_ptr(),
         top_k_weights=route_weights.data_ptr(),
-        matrices=[
-            (
-                m.addresses.ctypes.data,
-                m.row_stride,
-                _FORMATS.index(m.format),
-                m.transposed,
-                *_scales(m.scales),
-                *_zeros(m.zero_points),
-            )
-            for m in (experts.gate, experts.up, experts.down)
-        ],
+        matrices=_matrices(experts),
         adapters=adapters,
         adapter_ids=ids,
         dropout_p=call.dropout_p,
@@ -298,6 +290,27 @@ def _layer_call(call: _Call, experts: ExpertWeights) -> tuple[_C.LayerCall, list
         residency_known=experts.residency_known,
     )
     return layer_call, held
+
+
+_described: weakref.WeakKeyDictionary[ExpertWeights, list[tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+
+
+def _matrices(experts: ExpertWeights) -> list[tuple[Any, ...]]:
+    """The extension's view of gate, up and down; made once, since a call on one token takes only milliseconds."""
+    found = _described.get(experts)
+    if found is None:
+        found = _described[experts] = [
+            (
+                m.addresses.ctypes.data,
+                m.row_stride,
+                _FORMATS.index(m.format),
+                m.transposed,
+                *_scales(m.scales),
+                *_zeros(m.zero_points),
+            )
+            for m in (experts.gate, experts.up, experts.down)
+        ]
+    return found
 
 
 def _scales(scales: Scales | None) -> tuple[int, int, int, int, int, int, int, bool]:
@@ -425,37 +438,61 @@ torch.library.register_fake("ktft::moe_experts", _forward_entry(_forward_fake), 
 torch.library.register_fake("ktft::moe_experts_backward", _backward_entry(_backward_fake), lib=_library)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    call = _Call(*inputs[:-1])
-    ctx.save_for_backward(output[1], call.hidden, call.top_k_index, call.top_k_weights, call.adapter_ids, *call.lora)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # else torch fills a zero gradient as large as what was saved
-    ctx.weights = lookup(call.weights)  # a strong reference: backward works after the model is gone
-    ctx.scaling, ctx.dropout_p, ctx.dropout_seed = call.scaling, call.dropout_p, call.dropout_seed
-    ctx.needs = (
-        call.hidden.requires_grad, call.top_k_weights.requires_grad, [t.requires_grad for t in call.lora],
-    )  # fmt: skip
+class _Experts(torch.autograd.Function):
+    """The op's autograd formula.
 
+    ``torch.library.register_autograd`` does the same, at the cost of a walk over the nested arguments in both
+    directions: 0.25 of 4.5 ms a token, forward and backward, at Qwen3-30B's shape (two Zen 5 cores, 2026-12-01).
+    """
 
-def _backward(ctx: Any, grad_out: torch.Tensor | None, _grad_saved: torch.Tensor | None) -> tuple[Any, ...]:
-    saved, hidden, top_k_index, top_k_weights, adapter_ids, *lora = ctx.saved_tensors
-    call = _Call(
-        hidden, top_k_index, top_k_weights, ctx.weights.id, lora, ctx.scaling, adapter_ids,
-        ctx.dropout_p, ctx.dropout_seed,
-    )  # fmt: skip
-    need_hidden, need_weights, need_factors = ctx.needs
-    d_hidden, d_weights, d_factors = None, None, [None] * len(lora)
-    if grad_out is not None:
-        need_lora = [any(need_factors[6 * n : 6 * n + 6]) for n in range(len(call.scaling))]
-        d_hidden, d_weights, d_lora = torch.ops.ktft.moe_experts_backward(
-            grad_out, saved, *call, need_hidden, need_weights, need_lora
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, save: bool, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor,
+        weights: int, scaling: list[float], adapter_ids: torch.Tensor | None, dropout_p: float, dropout_seed: int,
+        *lora: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        call = _Call(
+            hidden, top_k_index, top_k_weights, weights, list(lora), scaling, adapter_ids, dropout_p, dropout_seed
         )
-        d_hidden, d_weights = d_hidden if need_hidden else None, d_weights if need_weights else None
-        d_factors = [g if need else None for g, need in zip(d_lora, need_factors, strict=True)]
-    # torch takes an empty list of floats for an empty list of tensors
-    no_scaling: list[None] | None = None if call.scaling else []
-    # in the schema's order, then save
-    return d_hidden, None, d_weights, None, d_factors, no_scaling, None, None, None, None
+        out, saved = _below_autograd(torch.ops.ktft.moe_experts.default, *call, save)
+        ctx.save_for_backward(saved, hidden, top_k_index, top_k_weights, adapter_ids, *lora)
+        ctx.mark_non_differentiable(saved)
+        ctx.set_materialize_grads(False)  # else torch fills a zero gradient as large as what was saved
+        ctx.weights = lookup(weights)  # a strong reference: backward works after the model is gone
+        ctx.scaling, ctx.dropout_p, ctx.dropout_seed = scaling, dropout_p, dropout_seed
+        return out, saved
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: torch.Tensor | None, _grad_saved: None) -> tuple[Any, ...]:  # type: ignore[override]
+        saved, hidden, top_k_index, top_k_weights, adapter_ids, *lora = ctx.saved_tensors
+        if grad_out is None:
+            return (None,) * len(ctx.needs_input_grad)
+        _, need_hidden, _, need_weights, _, _, _, _, _, *need_factors = ctx.needs_input_grad
+        call = _Call(
+            hidden, top_k_index, top_k_weights, ctx.weights.id, lora, ctx.scaling, adapter_ids,
+            ctx.dropout_p, ctx.dropout_seed,
+        )  # fmt: skip
+        need_lora = [any(need_factors[6 * n : 6 * n + 6]) for n in range(len(call.scaling))]
+        op = torch.ops.ktft.moe_experts_backward.default
+        # With create_graph the result has to know that it has no derivative.
+        run = op if torch.is_grad_enabled() else functools.partial(_below_autograd, op)
+        d_hidden, d_weights, d_lora = run(grad_out, saved, *call, need_hidden, need_weights, need_lora)
+        d_factors = (g if need else None for g, need in zip(d_lora, need_factors, strict=True))
+        return (
+            None, d_hidden if need_hidden else None, None, d_weights if need_weights else None,
+            None, None, None, None, None, *d_factors,
+        )  # fmt: skip
+
+
+def _below_autograd(op: Any, *arguments: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*arguments)
+
+
+def _forward_autograd(call: _Call, save: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (call.hidden, call.top_k_weights, *call.lora)):
+        return _Experts.apply(save, *call[:4], *call[5:], *call.lora)  # type: ignore[no-any-return, no-untyped-call]
+    return _below_autograd(torch.ops.ktft.moe_experts.default, *call, save)  # type: ignore[no-any-return]
 
 
 def _double_backward(ctx: Any, *grads: Any) -> Any:
@@ -465,7 +502,7 @@ def _double_backward(ctx: Any, *grads: Any) -> Any:
     )
 
 
-torch.library.register_autograd("ktft::moe_experts", _backward, setup_context=_setup_context, lib=_library)
+_library.impl("moe_experts", _forward_entry(_forward_autograd), "Autograd")
 torch.library.register_autograd("ktft::moe_experts_backward", _double_backward, lib=_library)
 
 
