@@ -235,7 +235,7 @@ def _vocabulary(writer: GGUFWriter, tokenizer: PreTrainedTokenizerFast) -> None:
     special = set(tokenizer.get_added_vocab())
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
     writer.add_token_types([gguf.TokenType.CONTROL if t in special else gguf.TokenType.NORMAL for t in tokens])
     writer.add_token_merges([" ".join(merge) for merge in model["merges"]])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGUFWriter
 from peft import LoraConfig
 from safetensors.torch import load_file
 
@@ -107,10 +108,15 @@ def test_a_tokenizer_beside_the_file_comes_first(written: Written, tmp_path: Pat
     assert read_tokenizer(str(tmp_path)).chat_template == tokenizer.chat_template
 
 
-def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
-    bare = write("qwen3_moe", tmp_path)
-    with pytest.raises(CheckpointError, match=r"m\.gguf: no tokenizer can be made of its metadata .* put the"):
-        read_tokenizer(str(bare.path))
+def test_tokenizers_that_transformers_makes_others_of(tmp_path: Path) -> None:
+    def kind(writer: GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("deepseek-v3")
+
+    for edit, said in ((kind, "the tokenizer gpt2/deepseek-v3"), (lambda writer: None, "no tokenizer")):
+        path = write("qwen3_moe", tmp_path, edit=edit).path
+        with pytest.raises(CheckpointError, match=rf"m\.gguf: its metadata hold {said}; .* Put tokenizer\.json"):
+            read_tokenizer(str(path))
 
 
 def test_training_and_talking(written: Written, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
