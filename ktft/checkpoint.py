@@ -32,6 +32,7 @@ from safetensors import safe_open
 
 from ktft.expert_layout import ExpertSource, Place, Tensor, describe
 from ktft.formats import (
+    DTYPE_BITS,
     PLAIN_DTYPES,
     TORCH_DTYPES,
     Detection,
@@ -145,6 +146,34 @@ def read_header(path: Path) -> tuple[dict[str, Tensor], FileIdentity]:
             f"{path}: the tensors end at byte {start + position}, but the file has {identity.size} bytes"
         )
     return tensors, identity
+
+
+def file_header(
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int], int]:
+    """How a safetensors file begins, as its library writes it: wide dtypes first, then by name, so that every tensor
+    begins at a multiple of its element.
+
+    Args:
+        tensors: name -> safetensors dtype and shape.
+        metadata: its ``__metadata__``.
+
+    Returns:
+        The file's first bytes, name -> where each tensor begins, in that order, and the size of the file.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (-DTYPE_BITS[item[1][0]], item[0]))
+    header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    begins: dict[str, int] = {}
+    position = 0
+    for name, (dtype, shape) in ordered:
+        begins[name] = position
+        position += tensor_bytes(dtype, shape) or 0
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begins[name], position]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = 8 + len(text)
+    begins = {name: start + begin for name, begin in begins.items()}
+    return len(text).to_bytes(8, "little") + text, begins, start + position
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -490,6 +519,7 @@ __all__ = [
     "CheckpointError",
     "ExpertTensor",
     "Tensor",
+    "file_header",
     "read_config",
     "read_header",
     "refuse_methods",

@@ -33,6 +33,19 @@ python -m pydoc ktft.bench.experts, and likewise ktft.bench.overheads, .train an
 Let nothing else run meanwhile, and set the threads to the number of physical cores.
 """
 
+CONVERT_EPILOG = """\
+Only routed experts change; everything else is copied. DST is there when all of it is; until then
+its files lie in DST.partial, and the same command goes on after an interruption. Formats:
+
+  fp8-block             one scale for 128x128 weights, as DeepSeek publishes
+  int8                  8 bits packed, one scale for a row, as compressed-tensors writes
+  int4-g32, int4-g128   one scale for 32 or 128 weights of a row, as compressed-tensors writes
+  mxfp4                 one exponent for 32 weights of a row, as compressed-tensors writes
+
+  ktft convert Qwen3-30B-A3B Qwen3-30B-A3B-int4 --format int4-g32
+  ktft convert --verify Qwen3-30B-A3B Qwen3-30B-A3B-int4
+"""
+
 CHAT_EPILOG = """\
 While chatting:
   /adapter on|off   answer with the adapter, or as the base model does
@@ -160,6 +173,21 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--raw", action="store_true", help="continue the prompt as plain text, without the chat template"
     )
+    convert = add("convert", _convert, "store the routed experts of a checkpoint in fewer bits", epilog=CONVERT_EPILOG)
+    convert.add_argument("source", metavar="SRC", help="directory of the checkpoint")
+    convert.add_argument("target", metavar="DST", help="the new directory; with --verify the one to check")
+    convert.add_argument("--format", metavar="FORMAT", help="what the experts become, see below")
+    convert.add_argument(
+        "--layers",
+        metavar="N-N,N,…",
+        type=_numbers,
+        help="layers whose experts are converted, e.g. 0-3,7 (default: all)",
+    )
+    convert.add_argument(
+        "--verify",
+        action="store_true",
+        help="write nothing; compare DST with SRC, and fail if a weight is off by more than half a step",
+    )
     doctor = add("doctor", _doctor, "say what this machine offers and what ktft makes of it")
     doctor.add_argument("--json", action="store_true", help="as JSON")
     add("version", _version, "print the version")
@@ -211,7 +239,11 @@ def _add_bench(bench: argparse.ArgumentParser, common: argparse.ArgumentParser) 
         help="token counts (default 1,4,16,128,512,2048)",
     )
     experts.add_argument(
-        "--format", metavar="FORMAT", default="bf16", help="of the weights on disk (default %(default)s)"
+        "--format",
+        metavar="FORMAT,…",
+        type=lambda text: tuple(part.strip() for part in text.split(",")),
+        default=("bf16",),
+        help="of the weights on disk; several are measured in turns (default bf16)",
     )
     experts.add_argument(
         "--routing", choices=["uniform", "zipf"], default="uniform", help="how tokens choose (default %(default)s)"
@@ -279,6 +311,16 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def _numbers(text: str) -> list[int]:
+    numbers: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) < int(first):
+            raise argparse.ArgumentTypeError(f"{text!r} must be numbers and ranges of them, such as 0-3,7")
+        numbers.update(range(int(first), int(last or first) + 1))
+    return sorted(numbers)
+
+
 def _not_negative(text: str) -> float:
     number = float(text)
     if not 0 <= number < float("inf"):
@@ -328,6 +370,23 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _convert(arguments: argparse.Namespace) -> int:
+    if arguments.verify and (arguments.format is not None or arguments.layers is not None):
+        raise ValueError("--verify takes two directories and neither --format nor --layers: B itself says what it is")
+    if not arguments.verify and arguments.format is None:
+        raise ValueError("--format is needed: fp8-block, int8, int4-g32, int4-g128 or mxfp4")
+    from ktft import convert
+
+    if arguments.verify:
+        found = convert.verify(arguments.source, arguments.target)
+        print(found.text())
+        found.raise_if_wrong()
+    else:
+        summary = convert.convert(arguments.source, arguments.target, arguments.format, arguments.layers)
+        print(summary.text(arguments.format))
+    return 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from ktft import doctor
 
@@ -348,9 +407,10 @@ def _bench(arguments: argparse.Namespace) -> int:
         from ktft.bench import experts
         from ktft.bench.layer import Shape
 
-        shape = Shape(**options("hidden", "intermediate", "experts", "topk", "format", "lora_rank"))
+        first, *beside = arguments.format
+        shape = Shape(format=first, **options("hidden", "intermediate", "experts", "topk", "lora_rank"))
         work = options("tokens", "routing", "repeat", "directory", "overheads")
-        experts.run(experts.Settings(shape, **work, **shared), report)
+        experts.run(experts.Settings(shape, beside=tuple(beside), **work, **shared), report)
     elif arguments.bench == "train":
         from ktft.bench import train
 

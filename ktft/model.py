@@ -35,6 +35,7 @@ from ktft.checkpoint import (
 from ktft.experts import CpuExperts
 from ktft.gguf_checkpoint import GgufCheckpoint
 from ktft.gguf_file import find_gguf, read_gguf
+from ktft.weights import ExpertWeights
 
 
 def load_model(
@@ -106,21 +107,14 @@ class _Opened:
 
 def _open(directory: Path, hub_id: str | None, trust_remote_code: bool) -> _Opened:
     """A directory of safetensors files."""
-    _refuse_adapter(directory)
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    _refuse_other_weights(directory, config)
-    config_file = read_config(directory)
-    refuse_methods(directory, config_file)
-    _forget_quantization(config)
-    stock = families.stock_model(config, trust_remote_code=trust_remote_code)
-    modules = families.experts_modules(stock)
+    outline = read_outline(directory, trust_remote_code=trust_remote_code)
     if hub_id is not None:  # only now: nobody wants to wait for the weights of a model that is then refused
         _download_weights(hub_id, directory)
-    checkpoint = Checkpoint(directory, config_file)
-    experts = families.expert_tensors(stock, modules, checkpoint.parameters)
+    checkpoint = Checkpoint(directory, outline.config_file)
+    experts = families.expert_tensors(outline.stock, outline.modules, checkpoint.parameters)
     inside = {tensor.key for found in experts.values() for tensor in found}
     others = {name: None for name in checkpoint.parameters if name not in inside}
-    return _Opened(checkpoint, config, stock, modules, experts, others)
+    return _Opened(checkpoint, outline.config, outline.stock, outline.modules, experts, others)
 
 
 def _open_gguf(path: Path, trust_remote_code: bool) -> _Opened:
@@ -143,16 +137,7 @@ def _load(
     check_weights: bool,
 ) -> PreTrainedModel:
     checkpoint, modules = opened.checkpoint, opened.modules
-    weights = {
-        name: checkpoint.expert_weights(
-            name,
-            opened.experts[name],
-            num_experts=module.num_experts,
-            hidden_size=module.hidden_size,
-            intermediate_size=module.intermediate_size,
-        )
-        for name, module in modules.items()
-    }
+    weights = map_experts(checkpoint, modules, opened.experts)
     if check_weights:
         decoding.check_values(checkpoint, [tensor.key for found in opened.experts.values() for tensor in found])
     options: dict[str, Any] = {
@@ -180,6 +165,60 @@ def _load(
     _check_complete(model, info, checkpoint.directory)
     _refuse_saving(model)
     return model
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a checkpoint directory is, before any of its weights are looked at.
+
+    Attributes:
+        config_file: the contents of ``config.json``.
+        config: what transformers makes of it; it knows nothing of quantisation.
+        stock: the stock model on meta.
+        modules: its experts modules, by path.
+    """
+
+    config_file: dict[str, Any]
+    config: PreTrainedConfig
+    stock: PreTrainedModel
+    modules: dict[str, families.ExpertsModule]
+
+
+def read_outline(directory: Path, *, trust_remote_code: bool = False) -> Outline:
+    """Config, stock model and experts modules of a directory, which may lack its weights yet.
+
+    Raises:
+        UnsupportedModelError: ktft cannot compute this family's experts exactly.
+        CheckpointError: it is quantised in a way that ktft does not read, or tells transformers to read other files.
+    """
+    _refuse_adapter(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    _refuse_other_weights(directory, config)
+    config_file = read_config(directory)
+    refuse_methods(directory, config_file)
+    _forget_quantization(config)
+    stock = families.stock_model(config, trust_remote_code=trust_remote_code)
+    return Outline(config_file, config, stock, families.experts_modules(stock))
+
+
+def map_experts(
+    checkpoint: Checkpoint, modules: Mapping[str, families.ExpertsModule], tensors: Mapping[str, list[ExpertTensor]]
+) -> dict[str, ExpertWeights]:
+    """The experts of every module, mapped.
+
+    Raises:
+        CheckpointError: see :meth:`Checkpoint.expert_weights`.
+    """
+    return {
+        name: checkpoint.expert_weights(
+            name,
+            tensors[name],
+            num_experts=module.num_experts,
+            hidden_size=module.hidden_size,
+            intermediate_size=module.intermediate_size,
+        )
+        for name, module in modules.items()
+    }
 
 
 def _forget_quantization(config: PreTrainedConfig) -> None:
@@ -324,4 +363,4 @@ def _refuse_to_save(*args: object, **kwargs: object) -> NoReturn:
     )
 
 
-__all__ = ["load_model"]
+__all__ = ["Outline", "load_model", "map_experts", "read_outline"]

@@ -10,6 +10,7 @@ import mmap
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from safetensors.torch import load_file
 import ktft
 from ktft import cli, ops
 from ktft.adapters import get_peft_model
-from ktft.bench import decode, experts, layer, machine, memory, train, train_side
+from ktft.bench import decode, experts, layer, machine, memory, stock, stored, train, train_side
 from ktft.bench.report import COLUMNS, Report
 from ktft.weights import PLAIN
 from tests.tiny_models import tiny_checkpoint, tiny_model
@@ -137,18 +138,97 @@ def test_different_results_are_not_compared(probe: machine.Probe, monkeypatch: p
         records(experts.Settings(SHAPE, tokens=(4,), vs="hf", repeat=1), probe)
 
 
-@pytest.mark.parametrize("format_name", list(PLAIN))
-def test_every_format_and_level(format_name: str, probe: machine.Probe) -> None:
-    shape = dataclasses.replace(SHAPE, format=format_name, lora_rank=0)
+# bytes of a matrix [rows, cols], by hand
+BYTES: dict[str, Callable[[int, int], int]] = {
+    "bf16": lambda rows, cols: 2 * rows * cols,
+    "fp16": lambda rows, cols: 2 * rows * cols,
+    "fp32": lambda rows, cols: 4 * rows * cols,
+    "fp8-block": lambda rows, cols: rows * cols + 4 * math.ceil(rows / 128) * math.ceil(cols / 128),
+    "fp8-channel": lambda rows, cols: rows * cols + 4 * rows,
+    "mxfp8": lambda rows, cols: rows * cols * 33 // 32,
+    "int8": lambda rows, cols: rows * cols + 2 * rows,
+    "int4-g32": lambda rows, cols: rows * cols // 2 + 2 * rows * cols // 32,
+    "int4-g128": lambda rows, cols: rows * cols // 2 + 2 * rows * cols // 128,
+    "mxfp4": lambda rows, cols: rows * cols // 2 + rows * cols // 32,
+    "nvfp4": lambda rows, cols: rows * cols // 2 + rows * cols // 16,
+}
+
+
+def test_every_format_and_level(probe: machine.Probe) -> None:
+    """All formats in one run, each with its own line."""
+    assert BYTES.keys() == stored.FORMATS.keys()
+    shape = dataclasses.replace(SHAPE, hidden=256, intermediate=128, lora_rank=0)
+    beside = tuple(name for name in BYTES if name != "bf16")
     for isa in ops.cpu_report()["levels"]:
-        lines = records(experts.Settings(shape, tokens=(4,), isa=isa, threads=1, repeat=1), probe)
-        (line,) = of(lines, "experts")
-        assert lines[0]["isa"] == isa and lines[0]["threads"] == lines[0]["torch_threads"] == 1
-        assert line["peak_dtype"] == ("fp32" if format_name == "fp32" or isa in ("scalar", "avx2") else "bf16")
-        assert "hf_fwd_ms" not in line and line["lora_rank"] == 0
-        size = line["experts_touched"] * 3 * 128 * 64 * PLAIN[format_name].itemsize
-        assert math.isclose(line["fwd_weight_gbs"], size / line["fwd_ms"] / 1e6, rel_tol=2e-5)
+        settings = experts.Settings(shape, tokens=(4,), isa=isa, threads=1, repeat=1, beside=beside)
+        found = records(settings, probe)
+        assert found[0]["isa"] == isa and found[0]["threads"] == found[0]["torch_threads"] == 1
+        lines = of(found, "experts")
+        assert [line["format"] for line in lines] == ["bf16", *beside]
+        for line in lines:
+            name = line["format"]
+            assert line["peak_dtype"] == ("fp32" if name == "fp32" or isa in ("scalar", "avx2") else "bf16")
+            assert "hf_fwd_ms" not in line and line["lora_rank"] == 0
+            size = 2 * BYTES[name](128, 256) + BYTES[name](256, 128)
+            assert math.isclose(
+                line["fwd_weight_gbs"], line["experts_touched"] * size / line["fwd_ms"] / 1e6, rel_tol=2e-5
+            ), name
+            assert ("rss_added_mb" in line) == ("vs_bf16_fwd" not in line) == (name == "bf16")
     assert ops.num_threads() == torch.get_num_threads()
+
+
+@pytest.mark.parametrize("name", [name for name in stored.FORMATS if name not in PLAIN])
+def test_coded_layers_are_files_that_load(tmp_path: Path, name: str) -> None:
+    """Through detection, mapping and kernels; stock transformers decodes the same; weights of a sane size."""
+    shape = dataclasses.replace(SHAPE, hidden=256, intermediate=128, experts=4, format=name)
+    layer.write_layer(tmp_path, shape)
+    weights = layer.map_layer(tmp_path, shape)
+    assert weights.gate.format == stored.FORMATS[name].encoding.format
+    module = stock.StockExperts(tmp_path, shape)
+    module.use("eager")
+    for part in (module._module.gate_up_proj, module._module.down_proj):
+        assert 0.01 < part.float().std() < 0.04
+        assert not torch.equal(part[0], part[1])
+    (routing,) = layer.routings(shape, 5, "uniform", 1)
+    hidden = torch.randn(5, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        ours = ops.moe_experts(hidden, routing.index, routing.weights, weights).float()
+        theirs = module(hidden, routing.index, routing.weights).float()
+    assert (ours - theirs).abs().max() < 0.05 * theirs.abs().max()  # three products and a sum in bf16
+
+
+def test_formats_take_turns_with_bf16(probe: machine.Probe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that every call moves by a time of its format and round; ratios are taken round by round."""
+    now, order = 0.0, []
+    seconds = {"bf16": [4.0, 6.0, 40.0], "fp8": [2.0, 2.0, 5.0], "int4": [1.0, 2.0, 8.0]}
+
+    def call(case: experts.Case, turn: int, weights: Any, *_: Any, factor: int = 1) -> None:
+        nonlocal now
+        order.append(weights.gate.format)
+        # turns of fwd_bwd are half of the routings further on
+        at = (turn - experts.WARM_UP) % (len(case.routings) // 2)
+        now += factor * (seconds[weights.gate.format][at] if at < 3 else 1.0)
+
+    monkeypatch.setattr(experts, "_memory", lambda weights, cases, *_: [{} for _ in cases])
+    monkeypatch.setattr(experts, "_forward", call)
+    monkeypatch.setattr(experts, "_forward_backward", lambda *arguments: call(*arguments, factor=3))
+    monkeypatch.setattr(experts.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(experts.Samples, "take", lambda self: None)
+    monkeypatch.setattr(experts.Samples, "medians", lambda self: dict.fromkeys(machine.Samples(probe)._rates, 1.0))
+    monkeypatch.setattr(experts, "describe", lambda samples: {"record": "machine"})
+    for formats in (("int4-g32", "bf16", "fp8-block"), ("int4-g32", "fp8-block")):
+        order.clear()
+        shape = dataclasses.replace(SHAPE, format=formats[0])
+        lines = of(records(experts.Settings(shape, (4,), repeat=3, beside=formats[1:]), probe), "experts")
+        assert [line["format"] for line in lines] == list(formats)
+        rounds = [order[begin : begin + 2 * len(formats)] for begin in range(0, len(order), 2 * len(formats))]
+        assert len(rounds) == experts.WARM_UP + 3
+        assert all(sorted(set(one)) == sorted({name.split("-")[0] for name in formats}) for one in rounds)
+        found = {line["format"]: line for line in lines}
+        assert found["int4-g32"]["fwd_ms"] == 2e3 and found["int4-g32"]["fwd_bwd_ms"] == 6e3
+        for line in lines:
+            ratio = {"int4-g32": 4.0, "fp8-block": 3.0}.get(line["format"]) if "bf16" in formats else None
+            assert line.get("vs_bf16_fwd") == line.get("vs_bf16_fwd_bwd") == ratio
 
 
 def test_options_reach_the_benchmark(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -176,10 +256,11 @@ def test_skewed_routing_is_compared_with_uniform_in_the_same_rounds(
     monkeypatch.setattr(experts, "_forward_backward", lambda *arguments: forward(*arguments, factor=3))
     monkeypatch.setattr(experts.time, "perf_counter", lambda: now)
     settings = experts.Settings(shape, (300,), routing="zipf", repeat=1)
-    (case,) = experts._cases(settings)
+    (case,) = experts._cases(settings, shape)
     monkeypatch.setattr(experts.Samples, "take", lambda self: None)
     monkeypatch.setattr(experts.Samples, "medians", lambda self: dict.fromkeys(machine.Samples(probe)._rates, 1.0))
-    line = experts._measure(settings, case, None, [], None, probe, {})  # type: ignore[arg-type]
+    alone = experts.Layer(shape, None, [case])  # type: ignore[arg-type]
+    (line,) = experts._measure(settings, [alone], 0, [], None, probe, {})
     turn, half = 2, len(case.routings) // 2  # two rounds of warm-up
     for kind, at, factor in (("fwd", turn, 1), ("fwd_bwd", turn + half, 3)):
         skewed, even = (int(routing[at].rows().max()) for routing in (case.routings, case.uniform))
@@ -188,7 +269,7 @@ def test_skewed_routing_is_compared_with_uniform_in_the_same_rounds(
         assert math.isclose(line[f"{kind}_ms"], factor * skewed * 1e3)
         assert math.isclose(line[f"uniform_{kind}_ratio"], even / skewed, rel_tol=1e-5)
     assert line["uniform_experts_touched"] == 64 and line["rows_max"] > 100
-    (plain,) = experts._cases(dataclasses.replace(settings, routing="uniform"))
+    (plain,) = experts._cases(dataclasses.replace(settings, routing="uniform"), shape)
     assert not plain.uniform
 
 
@@ -198,7 +279,7 @@ def test_a_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "peak_bf16_gflops: " in out and "omp_wait_policy: " in out
     heading, row = (line for line in out.splitlines() if line.startswith("   ") and ":" not in line)
-    assert len(heading) == len(row) == 11 * len(COLUMNS["experts"])
+    assert len(heading) == len(row) == 12 * len(COLUMNS["experts"])
     assert row.split()[0] == "5" and row.split()[-4:-2] == ["-", "-"]
 
 
@@ -434,6 +515,9 @@ def test_wrong_arguments_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixt
         ("experts --topk 9 --experts 8", "--topk 9 is more than --experts 8"),
         ("experts --lora-rank 999", "--lora-rank 999: the kernels serve ranks up to 256"),
         ("experts --format q4", "--format q4 is not a format of expert weights; valid: bf16"),
+        ("experts --format bf16,q4", "--format q4 is not a format of expert weights; valid: bf16"),
+        ("experts --format mxfp4,bf16,mxfp4", "--format names a format twice: mxfp4, bf16, mxfp4"),
+        ("experts --format int4-g128 --intermediate 64", "--format int4-g128: int4 (groups of 128;"),
         ("experts --isa neon", "--isa neon is not a level; valid: auto, scalar"),
         (f"experts --directory {tmp_path}/none", "none"),
         ("train --topk 9 --experts 8", "--topk 9 is more than --experts 8"),

@@ -21,7 +21,7 @@ from tests.tiny_adapter import random_adapter
 from tests.tiny_chat import CHATML, chat, tiny_chat_model, tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
-COMMANDS = ("train", "chat", "generate", "doctor", "version", "bench")
+COMMANDS = ("train", "chat", "generate", "convert", "doctor", "version", "bench")
 
 
 @pytest.fixture(scope="module")

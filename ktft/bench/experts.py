@@ -1,5 +1,7 @@
 """``ktft bench experts``: one experts layer, forward and forward+backward, on weights in a file mapping.
 
+With several formats there is a layer of the same sizes in each, with weights of its own, and a record for each.
+
 For each token count, in one process: routings rotate, all sides take turns within a round (their order turns round
 with it), and the machine's rates are sampled between rounds, so that what is measured and what it is measured against
 share whatever else the machine does. Figures are medians after a warm-up of ``warm_up_rounds``; beside every median
@@ -13,7 +15,7 @@ Fields of an ``experts`` record, with S = tokens * topk routes and 1 ms = 1e-3 s
     fwd_gflops                  6 S H I / fwd_ms
     fwd_peak_fraction           fwd_gflops / peak_bf16_gflops, or / peak_fp32_gflops where the level or the format
                                 multiplies fp32 (peak_dtype says which)
-    fwd_weight_gbs              experts_touched * bytes of an expert as stored / fwd_ms
+    fwd_weight_gbs              experts_touched * bytes of an expert as stored (codes and scales) / fwd_ms
     fwd_bandwidth_fraction      fwd_weight_gbs / read_gbs
     fwd_bwd_ms                  forward and backward with LoRA of lora_rank, gradients for hidden states, routing
                                 weights and the LoRA factors
@@ -26,12 +28,14 @@ Fields of an ``experts`` record, with S = tokens * topk routes and 1 ms = 1e-3 s
     uniform_fwd_ms,             with --routing zipf: the same with uniform routings in the same rounds, as many rows on
     uniform_fwd_bwd_ms          uniform_experts_touched experts; uniform_fwd_ratio and uniform_fwd_bwd_ratio are medians
                                 of uniform time / skewed time taken round by round: the speed that skew leaves
+    vs_bf16_fwd,                with bf16 among the formats: bf16's time / this one's, the median of ratios taken round
+    vs_bf16_fwd_bwd             by round
     rss_added_mb                highest resident memory of one forward+backward above that of a process that has made
                                 one call on a tiny expert, and has inputs and LoRA factors but no page of the weights
     anon_added_mb               the anonymous part of it; scratch is kept between calls, so it is that of the largest
                                 token count so far
     required_mb                 what no implementation can do without: output, gradients, kept gate and up
-    scratch_mb                  anon_added_mb - required_mb
+    scratch_mb                  anon_added_mb - required_mb; memory and hf_ fields are those of the first format only
     peak_bf16_gflops, peak_fp32_gflops, read_gbs   sampled between this record's rounds
 """
 
@@ -83,6 +87,7 @@ class Settings:
         repeat: rounds; None takes 21 for up to 16 tokens and 7 above.
         directory: where the weights' file goes for the time being; None takes the system's temporary directory.
         overheads: measure also what ``ktft.bench.overheads`` says, one more record.
+        beside: further formats; a layer in each takes turns with the first.
     """
 
     shape: Shape
@@ -94,6 +99,12 @@ class Settings:
     repeat: int | None = None
     directory: str | None = None
     overheads: bool = False
+    beside: tuple[str, ...] = ()
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The layer in every format."""
+        return [self.shape, *(replace(self.shape, format=name) for name in self.beside)]
 
     def rounds(self, tokens: int) -> int:
         return self.repeat or (21 if tokens <= SHORT else 7)
@@ -117,9 +128,18 @@ class Case:
         return self.routings[turn % len(self.routings)]
 
 
+@dataclass(frozen=True)
+class Layer:
+    """A layer in one format: its experts, and the inputs of every token count."""
+
+    shape: Shape
+    weights: ExpertWeights
+    cases: list[Case]
+
+
 def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
-    """Measure and print: a ``machine`` record, an ``experts`` record per token count, where asked for an ``overheads``
-    record, an ``end`` record.
+    """Measure and print: a ``machine`` record, an ``experts`` record per token count and format, where asked for an
+    ``overheads`` record (of the first format), an ``end`` record.
 
     Args:
         settings: see there.
@@ -130,8 +150,11 @@ def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
         ValueError: settings that cannot be, or stock transformers and ktft disagree.
         OSError: the weights cannot be written.
     """
-    shape = settings.shape
-    shape.check()
+    shapes = settings.shapes
+    for shape in shapes:
+        shape.check()
+    if len({shape.format for shape in shapes}) < len(shapes):
+        raise ValueError(f"--format names a format twice: {', '.join(shape.format for shape in shapes)}")
     check_isa(settings.isa)
     with ExitStack() as stack:
         stack.enter_context(torch_threads(settings.threads))
@@ -143,28 +166,34 @@ def run(settings: Settings, report: Report, probe: Probe | None = None) -> None:
         for _ in range(3):
             samples.take()
         report.emit(describe(samples))
-        write_layer(directory, shape)
-        weights = map_layer(directory, shape)
-        cases = _cases(settings)
-        lora = _lora(shape)
-        memory = _memory(weights, cases, lora, shape)
-        touch(mapping_of(weights))
+        layers = [_layer(settings, shape, directory / shape.format) for shape in shapes]
+        first = layers[0]
+        lora = _lora(first.shape)
+        memory = _memory(first.weights, first.cases, lora, first.shape)
+        for layer in layers:
+            touch(mapping_of(layer.weights))
         stock = None
         if settings.vs == "hf":
             from ktft.bench.stock import StockExperts
 
-            stock = StockExperts(directory, shape)
-        for case, added in zip(cases, memory, strict=True):
-            report.emit(_measure(settings, case, weights, lora, stock, probe, added))
+            stock = StockExperts(directory / first.shape.format, first.shape)
+        for number, added in enumerate(memory):
+            for record in _measure(settings, layers, number, lora, stock, probe, added):
+                report.emit(record)
         if settings.overheads:
             from ktft.bench import overheads
 
-            report.emit(overheads.measure(weights, shape, lora, settings.routing))
+            report.emit(overheads.measure(first.weights, first.shape, lora, settings.routing))
         report.emit({"record": "end", "load_average": load_average()})
 
 
-def _cases(settings: Settings) -> list[Case]:
-    shape = settings.shape
+def _layer(settings: Settings, shape: Shape, directory: Path) -> Layer:
+    directory.mkdir()
+    write_layer(directory, shape)
+    return Layer(shape, map_layer(directory, shape), _cases(settings, shape))
+
+
+def _cases(settings: Settings, shape: Shape) -> list[Case]:
     generator = torch.Generator().manual_seed(1)
     cases = []
     for tokens in settings.tokens:
@@ -243,15 +272,49 @@ def _first_call(shape: Shape) -> None:
 
 def _measure(
     settings: Settings,
-    case: Case,
-    weights: ExpertWeights,
+    layers: Sequence[Layer],
+    number: int,
     lora: Sequence[torch.Tensor],
     stock: Any,
     probe: Probe,
     added: Mapping[str, float],
-) -> Record:
-    shape = settings.shape
-    half = len(case.routings) // 2  # of a round, the two passes of a side meet different experts
+) -> list[Record]:
+    """The records of one token count, the ``number``-th. ``stock`` and ``added`` are of the first format."""
+    first = layers[0]
+    half = len(first.cases[number].routings) // 2  # of a round, the two passes of a side meet different experts
+    # The first format's sides are called by what they do; those beside it say whose they are.
+    suffixes = ["", *(f" of {layer.shape.format}" for layer in layers[1:])]
+    sides: dict[str, Callable[[int], object]] = {}
+    for layer, suffix in zip(layers, suffixes, strict=True):
+        sides |= {f"{kind}{suffix}": side for kind, side in _sides(layer, number, lora, half).items()}
+    hf_note: dict[str, str] = {}
+    if stock is not None:
+        stock_sides, hf_note = _stock_sides(first.cases[number], stock, first.weights, half)
+        sides |= stock_sides
+    samples = Samples(probe)
+    times = alternate(sides, settings.rounds(first.cases[number].tokens), samples)
+    rates = samples.medians()
+    of_format = {
+        layer.shape.format: {kind: times[f"{kind}{suffix}"] for kind in _sides(layer, number, lora, half)}
+        for layer, suffix in zip(layers, suffixes, strict=True)
+    }
+    out = []
+    for layer in layers:
+        more: dict[str, Any] = dict(added) if layer is first else {}
+        if layer is first and stock is not None:
+            more |= hf_figures(times) | hf_note
+        own, base = of_format[layer.shape.format], of_format.get("bf16")
+        if base is not None and own is not base:
+            for kind in ("fwd", "fwd_bwd"):
+                ratios = [plain / coded for plain, coded in zip(base[kind], own[kind], strict=True)]
+                more[f"vs_bf16_{kind}"] = statistics.median(ratios)
+        out.append(_record(settings, layer, number, own, rates, more))
+    return out
+
+
+def _sides(layer: Layer, number: int, lora: Sequence[torch.Tensor], half: int) -> dict[str, Callable[[int], object]]:
+    """What is timed of a layer in one format, by kind."""
+    case, weights = layer.cases[number], layer.weights
     sides: dict[str, Callable[[int], object]] = {
         "fwd": lambda turn: _forward(case, turn, weights),
         "fwd_bwd": lambda turn: _forward_backward(case, turn + half, weights, lora),
@@ -260,13 +323,19 @@ def _measure(
         even = replace(case, routings=case.uniform)
         sides["uniform_fwd"] = lambda turn: _forward(even, turn, weights)
         sides["uniform_fwd_bwd"] = lambda turn: _forward_backward(even, turn + half, weights, lora)
-    hf_note: dict[str, str] = {}
-    if stock is not None:
-        stock_sides, hf_note = _stock_sides(case, stock, weights, half)
-        sides |= stock_sides
-    samples = Samples(probe)
-    times = alternate(sides, settings.rounds(case.tokens), samples)
-    rates = samples.medians()
+    return sides
+
+
+def _record(
+    settings: Settings,
+    layer: Layer,
+    number: int,
+    times: Mapping[str, Sequence[float]],
+    rates: Mapping[str, float],
+    more: Mapping[str, Any],
+) -> Record:
+    """One line: a token count and a format."""
+    shape, case = layer.shape, layer.cases[number]
     dtype = "fp32" if shape.compute == torch.float32 or ops.cpu_report()["chosen"] in FP32_LEVELS else "bf16"
     peak = rates[f"peak_{dtype}_gflops"]
     counts = [routing.rows() for routing in case.routings]
@@ -292,8 +361,7 @@ def _measure(
         "lora_rank": shape.lora_rank,
         "peak_dtype": dtype,
         **rates,
-        **added,
-        **(hf_figures(times) | hf_note if stock is not None else {}),
+        **more,
         **(_uniform_figures(times, case) if case.uniform else {}),
         "rounds": settings.rounds(case.tokens),
         "warm_up_rounds": WARM_UP,

@@ -1,7 +1,8 @@
 """The work of ``ktft bench experts``: one layer's experts in a real file, inputs, and routings that change.
 
-The file is a safetensors checkpoint with one tensor for each matrix, as most families publish theirs, written expert by
-expert and flushed to the disk before anything is timed. It is read back through ``ktft.checkpoint``, like any model's.
+The file is a safetensors checkpoint with tensors for each matrix of each expert, as most families publish theirs, in
+one of the formats of ``stored.py``, and flushed to the disk before anything is timed. It is read back through
+``ktft.checkpoint``, like any model's.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ktft.checkpoint import SINGLE_FILE, Checkpoint, ExpertTensor, Part
-from ktft.formats import PLAIN_DTYPES
+from ktft.bench.stored import FORMATS, random_values
+from ktft.checkpoint import SINGLE_FILE, Checkpoint, ExpertTensor, Part, file_header, read_config
+from ktft.formats import Role, encoded_headers, tensor_bytes
 from ktft.mapping import FileMapping
 from ktft.ops import MAX_RANK
-from ktft.weights import PLAIN, ExpertWeights
+from ktft.weights import ExpertWeights
 
 PREFIX = "model.layers.0.mlp.experts"
 ROTATION = 16
@@ -46,8 +48,12 @@ class Shape:
             raise ValueError(f"--topk {self.topk} is more than --experts {self.experts}; a token takes an expert once")
         if self.lora_rank > MAX_RANK:
             raise ValueError(f"--lora-rank {self.lora_rank}: the kernels serve ranks up to {MAX_RANK}, and 0 for none")
-        if self.format not in PLAIN:
-            raise ValueError(f"--format {self.format} is not a format of expert weights; valid: {', '.join(PLAIN)}")
+        if self.format not in FORMATS:
+            raise ValueError(f"--format {self.format} is not a format of expert weights; valid: {', '.join(FORMATS)}")
+        try:
+            _ = self.expert_bytes
+        except ValueError as error:
+            raise ValueError(f"--format {self.format}: {error}") from None
 
     @property
     def compute(self) -> torch.dtype:
@@ -56,8 +62,25 @@ class Shape:
 
     @property
     def expert_bytes(self) -> int:
-        """One expert's three matrices as stored."""
-        return 3 * self.hidden * self.intermediate * PLAIN[self.format].itemsize
+        """One expert's three matrices as stored: codes and scales, which is what the kernels read."""
+        return sum(
+            tensor_bytes(*header) or 0
+            for part, _ in _PARTS
+            for role, header in self.headers(part).items()
+            if role in ("codes", "scales")
+        )
+
+    def size(self, part: Part) -> tuple[int, int]:
+        """Rows and columns of a matrix."""
+        return (self.hidden, self.intermediate) if part == "down" else (self.intermediate, self.hidden)
+
+    def headers(self, part: Part) -> dict[Role, tuple[str, tuple[int, ...]]]:
+        """Role -> safetensors dtype and shape of the tensors of one expert's matrix.
+
+        Raises:
+            ValueError: the format's groups do not divide it.
+        """
+        return encoded_headers(FORMATS[self.format].encoding, *self.size(part))
 
     def flop(self, tokens: int) -> int:
         """Operations of the base products of one pass: 2 for each multiply-add, three matrices, k experts a token."""
@@ -65,31 +88,35 @@ class Shape:
 
 
 def write_layer(directory: Path, shape: Shape, seed: int = 0) -> None:
-    """Write random experts, normal with deviation 0.02, to ``directory/model.safetensors``."""
-    names = {code: name for name, code in PLAIN_DTYPES.items()}
-    dtype = PLAIN[shape.format]
-    header: dict[str, object] = {}
-    size = shape.expert_bytes // 3
-    position = 0
+    """Write random experts to ``directory``: ``model.safetensors``, and ``config.json``, as far as loading needs it."""
+    stored = FORMATS[shape.format]
+    config = {} if stored.quantization_config is None else {"quantization_config": stored.quantization_config}
+    (directory / "config.json").write_text(json.dumps(config))
+    headers: dict[str, tuple[str, tuple[int, ...]]] = {}
+    matrices: dict[str, tuple[Role, tuple[int, int]]] = {}
     for expert in range(shape.experts):
         for part, name in _PARTS:
-            rows = [shape.hidden, shape.intermediate] if part == "down" else [shape.intermediate, shape.hidden]
-            header[f"{PREFIX}.{expert}.{name}.weight"] = {
-                "dtype": names[shape.format],
-                "shape": rows,
-                "data_offsets": [position, position + size],
-            }
-            position += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    generator = torch.Generator().manual_seed(seed)
+            names = stored.encoding.names(f"{PREFIX}.{expert}.{name}")
+            for role, header in shape.headers(part).items():
+                headers[names[role]] = header
+                matrices[names[role]] = role, shape.size(part)
+    head, begins, _ = file_header(headers)
     with (directory / SINGLE_FILE).open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _ in range(3 * shape.experts):
-            matrix = torch.empty(size // dtype.itemsize, dtype=dtype).normal_(0, 0.02, generator=generator)
-            file.write(matrix.view(torch.uint8).numpy().data)
+        file.write(head)
+        for number, name in enumerate(begins):
+            role, size = matrices[name]
+            if role == "shape":
+                values = np.array(size, dtype=np.int64).view(np.uint8)
+            else:
+                values = random_values(stored.encoding, role, *headers[name], seed * len(headers) + number)
+            file.write(values.data)
         file.flush()
         os.fsync(file.fileno())  # else the disk is still busy with it while we measure
+
+
+def open_layer(directory: Path) -> Checkpoint:
+    """The file of :func:`write_layer`."""
+    return Checkpoint(directory, read_config(directory))
 
 
 def map_layer(directory: Path, shape: Shape) -> ExpertWeights:
@@ -99,7 +126,7 @@ def map_layer(directory: Path, shape: Shape) -> ExpertWeights:
         for expert in range(shape.experts)
         for part, name in _PARTS
     ]
-    return Checkpoint(directory).expert_weights(
+    return open_layer(directory).expert_weights(
         PREFIX,
         tensors,
         num_experts=shape.experts,
@@ -173,6 +200,6 @@ def rotation_for(tokens: int) -> int:
 
 
 __all__ = [
-    "PREFIX", "ROTATION", "Routing", "Shape", "map_layer", "mapping_of", "rotation_for", "routings", "touch",
-    "write_layer",
+    "PREFIX", "ROTATION", "Routing", "Shape", "map_layer", "mapping_of", "open_layer", "rotation_for", "routings",
+    "touch", "write_layer",
 ]  # fmt: skip

@@ -27,6 +27,7 @@ _TEXT: Callable[[Any], str] = str
 COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
     "experts": (
         ("tokens", "tokens", _TEXT),
+        ("format", "format", _TEXT),
         ("rows_per_expert", "rows/exp", _number(1)),
         ("fwd_ms", "fwd ms", _number(2)),
         ("fwd_gflops", "GFLOP/s", _number(0)),
@@ -38,6 +39,8 @@ COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
         ("fwd_bwd_peak_fraction", "of peak", _percent),
         ("fwd_bwd_bandwidth_fraction", "of read", _percent),
         ("lora_rank", "rank", _TEXT),
+        ("vs_bf16_fwd", "vs bf16", _number(2)),
+        ("vs_bf16_fwd_bwd", "f+b", _number(2)),
         ("hf_fwd_ms", "hf fwd ms", _number(2)),
         ("hf_fwd_bwd_ms", "hf f+b ms", _number(2)),
         ("rss_added_mb", "rss MB", _number(0)),
@@ -71,7 +74,7 @@ COLUMNS: dict[str, tuple[tuple[str, str, Callable[[Any], str]], ...]] = {
 }
 """Per kind of record: field, heading, how its value is shown."""
 
-_WIDTH = 11
+_WIDTH = 12
 
 
 class Report:

@@ -1,7 +1,7 @@
 """The experts of one layer as stock transformers computes them, on the same weights: what ``--vs hf`` compares with.
 
 Two of its implementations run on a CPU, ``eager`` and ``grouped_mm``; whichever is faster is the comparison. The
-weights are copied into ordinary memory, as ``from_pretrained`` does, and frozen.
+weights are copied into ordinary memory, decoded if they are coded, as ``from_pretrained`` does, and frozen.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from ktft.bench.layer import PREFIX, Routing, Shape
-from ktft.checkpoint import SINGLE_FILE
+from ktft.bench.layer import PREFIX, Routing, Shape, open_layer
+from ktft.decoding import CodedSlice
 
 IMPLEMENTATIONS = ("eager", "grouped_mm")
 
@@ -38,11 +37,15 @@ class StockExperts:
             self._module = Qwen3MoeExperts(self._config)
         gate_up = torch.empty(shape.experts, 2 * shape.intermediate, shape.hidden, dtype=shape.compute)
         down = torch.empty(shape.experts, shape.hidden, shape.intermediate, dtype=shape.compute)
-        with safe_open(directory / SINGLE_FILE, framework="pt") as file:
-            for expert in range(shape.experts):
-                gate_up[expert, : shape.intermediate] = file.get_tensor(f"{PREFIX}.{expert}.gate_proj.weight")
-                gate_up[expert, shape.intermediate :] = file.get_tensor(f"{PREFIX}.{expert}.up_proj.weight")
-                down[expert] = file.get_tensor(f"{PREFIX}.{expert}.down_proj.weight")
+        checkpoint = open_layer(directory)
+
+        def matrix(expert: int, name: str) -> torch.Tensor:
+            return CodedSlice(checkpoint, checkpoint.source(f"{PREFIX}.{expert}.{name}.weight"), shape.compute)[...]
+
+        for expert in range(shape.experts):
+            gate_up[expert, : shape.intermediate] = matrix(expert, "gate_proj")
+            gate_up[expert, shape.intermediate :] = matrix(expert, "up_proj")
+            down[expert] = matrix(expert, "down_proj")
         self._module.gate_up_proj = torch.nn.Parameter(gate_up, requires_grad=False)
         self._module.down_proj = torch.nn.Parameter(down, requires_grad=False)
 

@@ -4,6 +4,7 @@
 - ``floats``, ``fp8``, ``fp4``, ``integers``, ``gptq_awq``, ``gguf_blocks``: one family each, its layouts and its
   arithmetic.
 - ``table``: the one table of formats, and decoding, encoding and checking by it.
+- ``bounds``: how far an encoded weight may be from what was encoded.
 - ``written``: the formats that ``ktft convert`` writes.
 - ``schemes``, ``detection``: what configs say; which encoding each matrix of a checkpoint has.
 
@@ -13,6 +14,7 @@ A format is added with its decoder in one of the family modules, a row in ``tabl
 
 from __future__ import annotations
 
+from ktft.formats.bounds import half_steps
 from ktft.formats.detection import Detection, StoredMatrix, detect
 from ktft.formats.dtypes import DTYPE_BITS, DTYPE_NAMES, TORCH_DTYPES, tensor_bytes
 from ktft.formats.encoding import Dimension, Encoding, Header, Matrix, Role, StoredTensor, matrix_of
@@ -23,7 +25,16 @@ from ktft.formats.gguf_blocks import GGUF_BLOCKS, OTHER_BLOCKS, gguf
 from ktft.formats.gptq_awq import awq, gptq
 from ktft.formats.integers import int8, int8_tensor, int_packed
 from ktft.formats.schemes import quantization_config, read_scheme
-from ktft.formats.table import FORMATS, check_order, check_values, dequantize, encode, matrix_of_tensors, relative_error
+from ktft.formats.table import (
+    FORMATS,
+    check_order,
+    check_values,
+    dequantize,
+    encode,
+    encoded_headers,
+    matrix_of_tensors,
+    relative_error,
+)
 from ktft.formats.written import WRITTEN, written_config
 
 __all__ = [
@@ -49,11 +60,13 @@ __all__ = [
     "dequantize",
     "detect",
     "encode",
+    "encoded_headers",
     "fp8_block",
     "fp8_channel",
     "fp8_tensor",
     "gguf",
     "gptq",
+    "half_steps",
     "int8",
     "int8_tensor",
     "int_packed",

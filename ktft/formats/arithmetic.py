@@ -45,4 +45,28 @@ def scale_columns(values: torch.Tensor, scales: torch.Tensor, width: int) -> tor
     return values
 
 
-__all__ = ["E2M1", "byte_table", "e8m0", "from_bytes", "scale_columns", "scale_values", "to_bytes"]
+def largest_of_blocks(weight: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """The largest magnitude of each block [down, across] of [rows, cols] (0: all); the last ones may be cut off."""
+    rows, cols = weight.shape
+    down, across = block[0] or rows, block[1] or cols
+    padded = torch.nn.functional.pad(weight.abs(), (0, -cols % across, 0, -rows % down))
+    return padded.view(-1, down, padded.shape[1] // across, across).amax((1, 3))
+
+
+def spread_blocks(values: torch.Tensor, block: tuple[int, int], rows: int, cols: int) -> torch.Tensor:
+    """[rows, cols]: each element's value, of one value for each block as :func:`largest_of_blocks` gives them."""
+    spread = values.repeat_interleave(block[0] or rows, 0)[:rows]
+    return spread.repeat_interleave(block[1] or cols, 1)[:, :cols]
+
+
+__all__ = [
+    "E2M1",
+    "byte_table",
+    "e8m0",
+    "from_bytes",
+    "largest_of_blocks",
+    "scale_columns",
+    "scale_values",
+    "spread_blocks",
+    "to_bytes",
+]

@@ -66,7 +66,11 @@ def decode(encoding: Encoding, tensors: Mapping[Role, torch.Tensor], begin: int,
 
 
 def encode(weight: torch.Tensor, encoding: Encoding) -> dict[Role, torch.Tensor]:
-    """MXFP4 by the OCP rule: exponent ⌊log2 largest⌋ − 2 of each group, codes nearest even, 6 at most.
+    """MXFP4: exponent ⌊log2 largest⌋ − 2 of each group, or 1 more where largest is 1.75 or more of its power of two;
+    codes nearest even, 6 at most.
+
+    So does compressed-tensors. The OCP rule never goes 1 up, and makes 6 of all that is between 6 and 8: on normal
+    weights its error is 1.6 % larger. Here nothing is off by more than half a step.
 
     Args:
         weight: fp32 [rows, cols], finite; 32 divides cols.
@@ -74,12 +78,18 @@ def encode(weight: torch.Tensor, encoding: Encoding) -> dict[Role, torch.Tensor]
     """
     rows, cols = weight.shape
     groups = weight.reshape(rows, cols // 32, 32)
-    # frexp: largest = m · 2^e with m in [0.5, 1), so ⌊log2 largest⌋ is e − 1; of 0, e is 0, and any exponent will do.
-    exponents = (torch.frexp(groups.abs().amax(2)).exponent - 3).clamp_(-127, 127)
+    exponents = mxfp4_exponents(groups.abs().amax(2))
     codes = e2m1_codes(torch.ldexp(groups, -exponents[..., None]).view(rows, cols))
     shape = encoding.codes.shapes[0]
     packed = to_bytes(codes).view([dimension.size(rows, cols) for dimension in shape])
     return {"codes": packed, "scales": (exponents + 127).to(torch.uint8)}
+
+
+def mxfp4_exponents(largest: torch.Tensor) -> torch.Tensor:
+    """fp32 magnitudes -> int32 exponents of their groups' scales, by the rule of :func:`encode`."""
+    # largest = m · 2^e with m in [0.5, 1), so ⌊log2 largest⌋ is e − 1; of 0, e is 0, and any exponent will do.
+    mantissa, exponent = torch.frexp(largest)
+    return (exponent - 3 + (mantissa >= 0.875)).clamp_(-127, 125)  # 4 · 2^126 is no fp32 number
 
 
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
@@ -95,4 +105,6 @@ def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     return codes.clamp_(max=7).to(torch.uint8) | torch.signbit(values).to(torch.uint8) << 3
 
 
-__all__ = ["decode", "e2m1_codes", "encode", "mxfp4", "mxfp4_blocks", "nvfp4_compressed", "nvfp4_modelopt"]
+__all__ = [
+    "decode", "e2m1_codes", "encode", "mxfp4", "mxfp4_blocks", "mxfp4_exponents", "nvfp4_compressed", "nvfp4_modelopt",
+]  # fmt: skip

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ktft.formats.arithmetic import scale_columns, scale_values
+from ktft.formats.arithmetic import largest_of_blocks, scale_columns, scale_values, spread_blocks
 from ktft.formats.encoding import MATRIX, ONE, ROWS, Dimension, Encoding, Role, Shape, StoredTensor
 
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
@@ -75,15 +75,11 @@ def encode(weight: torch.Tensor, encoding: Encoding) -> dict[Role, torch.Tensor]
         weight: fp32 [rows, cols], whole blocks of rows but for the last, finite.
         encoding: blocks or rows with fp32 scales.
     """
-    rows, cols = weight.shape
-    down, across = encoding.block[0], encoding.block[1] or cols
-    largest = torch.nn.functional.pad(weight.abs(), (0, -cols % across, 0, -rows % down))
-    largest = largest.view(-1, down, largest.shape[1] // across, across).amax((1, 3))
+    largest = largest_of_blocks(weight, encoding.block)
     # A subnormal quotient times 448 would miss the largest magnitude by far, and its reciprocal is infinite.
     scales = torch.where(largest > 0, largest / LARGEST, torch.ones(())).clamp_(min=torch.finfo(torch.float32).tiny)
-    of_element = scales.repeat_interleave(down, 0)[:rows].repeat_interleave(across, 1)[:, :cols]
-    codes = (weight / of_element).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return {"codes": codes, "scales": scales}
+    codes = (weight / spread_blocks(scales, encoding.block, *weight.shape)).clamp_(-LARGEST, LARGEST)
+    return {"codes": codes.to(torch.float8_e4m3fn), "scales": scales}
 
 
 __all__ = ["decode", "encode", "fp8_block", "fp8_channel", "fp8_tensor", "mxfp8"]

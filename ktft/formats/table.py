@@ -121,22 +121,16 @@ def encode(weight: torch.Tensor, encoding: Encoding) -> dict[Role, torch.Tensor]
     if weight.dim() != 2 or not weight.numel():
         raise ValueError(f"expected a matrix [rows, cols], got a tensor {list(weight.shape)}")
     rows, cols = weight.shape
-    # Packed formats fill whole bytes and words; the codes' shape says how many columns that takes.
-    unit = max([encoding.group or 1, *(dimension.per for dimension in encoding.codes.shapes[0])])
-    if cols % unit and not encoding.edges:
-        raise ValueError(f"{encoding} needs columns in multiples of {unit}; the matrix has {cols}")
     tensors = {
-        tensor.role: torch.empty(
-            [dimension.size(rows, cols) for dimension in tensor.shapes[0]], dtype=TORCH_DTYPES[tensor.dtypes[0]]
-        )
-        for tensor in encoding.tensors
+        role: torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+        for role, (dtype, shape) in encoded_headers(encoding, rows, cols).items()
     }
     if "shape" in tensors:
         tensors["shape"] = torch.tensor([rows, cols])
     step = max(_CHUNK // cols // encoding.block[0], 1) * encoding.block[0]
     done: dict[Role, int] = {}
     for part in weight.detach().split(step):
-        values = part.float()
+        values = part.float().contiguous()
         if not bool(torch.isfinite(values).all()):
             raise ValueError("the matrix has weights that are not finite, which no format with scales can hold")
         for role, rows_of_part in encoder(values, encoding).items():
@@ -149,6 +143,22 @@ def encode(weight: torch.Tensor, encoding: Encoding) -> dict[Role, torch.Tensor]
             done[role] = begin + len(rows_of_part)
             whole[begin : done[role]] = rows_of_part
     return tensors
+
+
+def encoded_headers(encoding: Encoding, rows: int, cols: int) -> dict[Role, tuple[str, tuple[int, ...]]]:
+    """Role -> safetensors dtype and shape of what :func:`encode` makes of a matrix [rows, cols].
+
+    Raises:
+        ValueError: the groups do not divide the matrix.
+    """
+    # Packed formats fill whole bytes and words; the codes' shape says how many columns that takes.
+    unit = max([encoding.group or 1, *(dimension.per for dimension in encoding.codes.shapes[0])])
+    if cols % unit and not encoding.edges:
+        raise ValueError(f"{encoding} needs columns in multiples of {unit}; the matrix has {cols}")
+    return {
+        tensor.role: (tensor.dtypes[0], tuple(dimension.size(rows, cols) for dimension in tensor.shapes[0]))
+        for tensor in encoding.tensors
+    }
 
 
 def relative_error(weight: torch.Tensor, decoded: torch.Tensor) -> float:
@@ -213,6 +223,7 @@ __all__ = [
     "check_values",
     "dequantize",
     "encode",
+    "encoded_headers",
     "matrix_of_tensors",
     "relative_error",
 ]
