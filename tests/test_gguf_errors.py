@@ -14,6 +14,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 
+from ktft import cli
 from ktft.checkpoint import Checkpoint
 from ktft.expert_layout import Tensor
 from ktft.families import UnsupportedModelError
@@ -229,6 +230,11 @@ def test_what_cannot_be_read_is_said_in_words_of_ours(file: Path, name: str, mon
 
     monkeypatch.setattr(Checkpoint, "read", failing)
     refused(file, r"^\S+m\.gguf was truncated while it was being loaded$")
+
+
+def test_convert_reads_safetensors_only(good: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["convert", str(good.parent), str(tmp_path / "out"), "--format", "int8"]) == 1
+    assert f"{good.parent} holds a GGUF model; expected a directory with config.json" in capsys.readouterr().err
 
 
 def test_values_that_are_not_finite(file: Path) -> None:
