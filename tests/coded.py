@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -127,13 +130,36 @@ def _matrices(encoding: Encoding, scale: torch.dtype, found: list[dict[str, torc
     )
 
 
-def coded_experts(name: str, experts: int, hidden: int, intermediate: int, dtype: torch.dtype, seed: int = 0):
-    """The experts, and the same decoded by the reference: (coded, plain), whose bits must agree in every product."""
+def odd_size(name: str, about: int) -> int:
+    """A size near ``about`` that as few powers of two divide as the format allows for rows and columns alike."""
+    encoding = ENCODINGS[name][0]
+    tensors = encoding.tensors[:1] if encoding.edges else encoding.tensors
+    units = [dimension.per for tensor in tensors for dimension in tensor.shapes[0]]
+    unit = math.lcm(*units, *(1 if encoding.edges else size or 1 for size in encoding.block))
+    return unit * (about // unit | 1)
+
+
+def coded_experts(
+    name: str,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    placed: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+):
+    """The experts, and the same decoded by the reference: (coded, plain), whose bits must agree in every product.
+
+    ``placed`` says where each stored tensor lies: it returns a copy of it.
+    """
     encoding, scale = ENCODINGS[name]
     generator = torch.Generator().manual_seed(seed)
     described, decoded, held = [], [], []
     for rows, cols in ((intermediate, hidden), (intermediate, hidden), (hidden, intermediate)):
-        found = [_tensors(encoding, scale, rows, cols, generator) for _ in range(experts)]
+        found = [
+            {role: placed(tensor) for role, tensor in _tensors(encoding, scale, rows, cols, generator).items()}
+            for _ in range(experts)
+        ]
         described.append(_matrices(encoding, scale, found, rows, cols))
         decoded.append(torch.stack([formats.dequantize(encoding, tensors, dtype) for tensors in found]))
         held.append(found)

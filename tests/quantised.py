@@ -60,8 +60,8 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-PLAIN = ["lm_head", "model.embed_tokens", "re:.*mlp.gate$"]
-LINEAR = re.compile(r".*(?<!embed_tokens)(?<!lm_head)(?<!mlp\.gate)\.weight")
+PLAIN = ["lm_head", "model.embed_tokens", r"re:.*(mlp|block_sparse_moe)\.gate$"]
+LINEAR = re.compile(r".*(?<!embed_tokens)(?<!lm_head)(?<!mlp\.gate)(?<!block_sparse_moe\.gate)\.weight")
 
 
 def compressed(layout: str, **weights: Any) -> Config:
@@ -237,11 +237,21 @@ def write(
         activations: add scales of activations and caches, which ktft has no use for.
         overrides: config fields.
     """
-    encoding, config, _ = WRITERS[name]
     plain = tiny_checkpoint(
         family, directory / "plain", **{"initializer_range": 0.06, **SIZES[size][family], **overrides}
     )
-    coded = Path(shutil.copytree(plain, directory / "coded"))
+    return quantise(plain, name, writer=writer, activations=activations)
+
+
+def quantise(plain: Path, name: str, *, writer: Writer | None = None, activations: bool = False) -> Written:
+    """The checkpoint ``plain``, quantised, in a directory ``coded`` beside it; ``plain`` is left dequantised.
+
+    Args:
+        plain: with a config.json, a model.safetensors, and what else is to be copied.
+        name, writer, activations: as for :func:`write`.
+    """
+    encoding, config, _ = WRITERS[name]
+    coded = Path(shutil.copytree(plain, plain.parent / "coded"))
     tensors = load_file(plain / "model.safetensors")
     quantised: dict[str, torch.Tensor] = {}
     matrices: dict[str, Tensors] = {}
