@@ -18,9 +18,9 @@ T* pointer(uintptr_t address) {
 }
 
 // addresses, row_stride, format, transposed; of the scales: addresses, stride, format, rows, columns, first row, factors,
-// divides
-using PyMatrices =
-    std::tuple<uintptr_t, int64_t, int, bool, uintptr_t, int64_t, int, int64_t, int64_t, int64_t, uintptr_t, bool>;
+// divides; of the zero points: addresses, stride, whether they are less one
+using PyMatrices = std::tuple<uintptr_t, int64_t, int, bool, uintptr_t, int64_t, int, int64_t, int64_t, int64_t, uintptr_t,
+                              bool, uintptr_t, int64_t, bool>;
 
 // function, alpha, the gate's largest value, up's limit, up's shift
 using PyActivation = std::tuple<int, float, float, float, float>;
@@ -47,7 +47,7 @@ struct PyCall : LayerCall {
     Matrices* const targets[3] = {&gate, &up, &down};
     for (size_t i = 0; i < 3; ++i) {
       const auto& [addresses, row_stride, format, transposed, scale_addresses, scale_stride, scale_format, scale_rows,
-                   scale_columns, first_row, factors, divides] = matrices[i];
+                   scale_columns, first_row, factors, divides, zero_addresses, zero_stride, zeros_less_one] = matrices[i];
       if (format < 0 || format >= kFormats || scale_rows < 1 || scale_columns < 1)
         throw std::invalid_argument("a format that the kernels do not have");
       const Scales scales{nullptr, scale_stride, ScaleFormat(scale_format), scale_rows, scale_columns, first_row,
@@ -58,7 +58,9 @@ struct PyCall : LayerCall {
                      transposed,
                      pointer<const int64_t>(scale_addresses),
                      scales,
-                     pointer<const float>(factors)};
+                     pointer<const float>(factors),
+                     pointer<const int64_t>(zero_addresses),
+                     {nullptr, zero_stride, zeros_less_one}};
     }
     for (const auto& [factors, format, rank, scaling] : adapters_) {
       if (factors.size() != 6) throw std::invalid_argument("an adapter has six factors");

@@ -181,8 +181,9 @@ const char* Layer::factor_address(int adapter, int factor, int64_t expert) const
 Ahead Layer::ahead_of(const Base& base, int64_t index, const Base& after) const {
   Ahead ahead;
   const auto read_ahead = [](const PanelSource& part) -> Ahead::Area {
-    const int64_t bytes = (part.is_rows ? part.length : part.columns) * bits_of(part.format) / 8;
-    return {part.codes(), part.stride, part.is_rows ? part.columns : part.length, bytes};
+    const int64_t bytes = bytes_of(part.format, part.is_rows ? part.length : part.columns);
+    const int64_t rows = part.is_rows ? part.columns : part.length, of_line = packing_of(part.format).rows;
+    return {part.codes(), part.stride, (rows + of_line - 1) / of_line, bytes};
   };
   const auto read = [&](const Block& block) { ahead.areas[0] = read_ahead(source(block, 0)); };
   if (base.few) {

@@ -14,7 +14,7 @@
 
 namespace ktft {
 
-inline int64_t size_of(Format format) { return bits_of(format) / 8; }
+inline int64_t size_of(Format format) { return bytes_of(format, 1); }
 inline int64_t blocks(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
 inline int block_columns(int64_t columns, int64_t block, int64_t count = 1) {
   return int(std::min(count * kBlock, columns - block * kBlock));

@@ -21,16 +21,19 @@ namespace ktft {
 // One matrix per expert: y = x Wᵀ with W [rows, cols] stored row-major, or Wᵀ [cols, rows] stored row-major if transposed.
 struct Matrices {
   const int64_t* addresses;  // [E]
-  int64_t row_stride;        // bytes between stored rows
+  int64_t row_stride;        // bytes between stored rows, or between groups of them, see Packing
   Format format;
   bool transposed;
   const int64_t* scale_addresses;  // [E], null for formats without
   Scales scales;                   // of every expert, but for the address and the factor
   const float* factors;            // [E] or null
+  const int64_t* zero_addresses;   // [E], null for formats without
+  ZeroPoints zeros;                // of every expert, but for the address
 
   Stored of(int64_t expert) const {
-    Stored stored{reinterpret_cast<const char*>(addresses[expert]), row_stride, format, scales};
+    Stored stored{reinterpret_cast<const char*>(addresses[expert]), row_stride, format, scales, zeros};
     if (scale_addresses) stored.scales.data = reinterpret_cast<const char*>(scale_addresses[expert]);
+    if (zero_addresses) stored.zeros.data = reinterpret_cast<const char*>(zero_addresses[expert]);
     if (factors) stored.scales.factor = factors[expert];
     return stored;
   }

@@ -27,7 +27,8 @@ void prefetch_experts(const LayerCall& call, const Routes& routes) {
     for (const Matrices* m : projections) {
       const bool hidden_rows = (m == &call.down) != m->transposed;
       const uintptr_t begin = uintptr_t(m->addresses[e]) & ~(page - 1);
-      const uintptr_t end = uintptr_t(m->addresses[e] + (hidden_rows ? call.hidden : call.intermediate) * m->row_stride);
+      const int64_t lines = (hidden_rows ? call.hidden : call.intermediate) / packing_of(m->format).rows;
+      const uintptr_t end = uintptr_t(m->addresses[e] + lines * m->row_stride);
       if (!call.residency_known || !is_resident(begin) || !is_resident((end - 1) & ~(page - 1)))
         madvise(reinterpret_cast<void*>(begin), end - begin, MADV_WILLNEED);
     }

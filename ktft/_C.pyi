@@ -16,7 +16,7 @@ class LayerCall:
         x: int,
         top_k_index: int,
         top_k_weights: int,
-        matrices: Sequence[tuple[int, int, int, bool, int, int, int, int, int, int, int, bool]],
+        matrices: Sequence[tuple[int, int, int, bool, int, int, int, int, int, int, int, bool, int, int, bool]],
         biases: Sequence[int],
         activation: tuple[int, float, float, float, float],
         adapters: Sequence[tuple[Sequence[int], int, int, float]],

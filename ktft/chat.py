@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from ktft.adapters import KtftPeftModel, load_adapter
 from ktft.data import TemplateError, stop_ids
 from ktft.model import load_model
+from ktft.tokenizer import read_tokenizer
 
 Message = dict[str, str]
 
@@ -66,10 +67,10 @@ def load_tokenizer(model: str, adapter: str | None) -> Any:
     Where the two differ in vocabulary or chat template, that is said on standard error.
     """
     if adapter is None or not os.path.isfile(os.path.join(adapter, "tokenizer_config.json")):
-        return AutoTokenizer.from_pretrained(model)
+        return read_tokenizer(model)
     tokenizer: Any = AutoTokenizer.from_pretrained(adapter)
     try:
-        base: Any = AutoTokenizer.from_pretrained(model)
+        base: Any = read_tokenizer(model)
     except (OSError, ValueError):
         return tokenizer  # the base has none to compare with
     if different := [

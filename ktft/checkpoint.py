@@ -5,6 +5,7 @@
 and turns expert tensors into :class:`~ktft.weights.ExpertWeights` over read-only, shared file mappings:
 
     per expert    {prefix}.{e}.gate_proj.weight [I, H], up likewise, down [H, I]
+    stacked       gate and up [E, I, H], down [E, H, I]
     fused         gate_up [E, 2I, H] (gate rows first, or gate and up rows in turn) and down [E, H, I]
     transposed    gate_up [E, H, 2I] and down [E, I, H]; told from the shapes in the files
     biases        gate_up [E, 2I], in the order of its rows, and down [E, H]; copied to fp32
@@ -28,6 +29,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
 from ktft.activation import SWIGLU, Activation
 from ktft.expert_layout import ExpertSource, Place, Tensor, describe
@@ -44,7 +46,7 @@ from ktft.formats import (
     tensor_bytes,
 )
 from ktft.mapping import CheckpointError, FileIdentity, FileMapping, check_mapped, map_file
-from ktft.weights import CODED, PLAIN, ExpertMatrices, ExpertWeights
+from ktft.weights import PLAIN, ExpertMatrices, ExpertWeights
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -190,7 +192,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def refuse_methods(directory: Path, config: Mapping[str, Any]) -> None:
-    """Refuse what no tensor can make good, before there are any: a method that is not read, or not for experts.
+    """Refuse what no tensor can make good, before there are any: a method that is not read.
 
     Args:
         directory: where ``config.json`` lies.
@@ -200,19 +202,9 @@ def refuse_methods(directory: Path, config: Mapping[str, Any]) -> None:
         CheckpointError: names the method.
     """
     try:
-        scheme = read_scheme(*_quantization(directory, config))
+        read_scheme(*_quantization(directory, config))
     except CheckpointError as error:
         raise CheckpointError(f"{directory}: {error}") from None
-    if scheme is None:
-        return
-    for rule in scheme.rules:
-        formats = {encoding.format for encoding in rule.encodings}
-        if not formats & {*PLAIN, *CODED}:
-            raise CheckpointError(
-                f"{directory}: {scheme.source} says {rule.what}: experts stored as "
-                f"{' or '.join(sorted(formats)).upper()} are not supported; expected one of "
-                f"{', '.join([*PLAIN, *sorted(CODED)])}. Use another published version of this model."
-            )
 
 
 def _quantization(directory: Path, config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, Any]:
@@ -285,6 +277,7 @@ class Checkpoint:
         self._config = config
         self.tensors: dict[str, Tensor] = {}
         self._identities: dict[Path, FileIdentity] = {}
+        self._open: dict[Path, Any] = {}
         index = _read_index(self.directory)
         for file in [self.directory / name for name in sorted(set(index.values()))] or [self.directory / SINGLE_FILE]:
             if not file.is_file():
@@ -374,6 +367,13 @@ class Checkpoint:
             raise CheckpointError(f"{tensor.file} was truncated while it was being loaded")
         return torch.from_numpy(data).view(TORCH_DTYPES[tensor.dtype]).reshape(tensor.shape)
 
+    def values(self, parameter: str) -> Any:
+        """What transformers reads a parameter that is stored plainly by: a safetensors slice."""
+        file = self.tensors[parameter].file
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt", device="cpu")
+        return self._open[file].get_slice(parameter)
+
     def map(self, file: Path) -> FileMapping:
         """One of the files, mapped."""
         return map_file(file, self._identities[file])
@@ -423,7 +423,7 @@ class Checkpoint:
         fused = None in parts["gate_up"]
         expected: dict[Part, list[int | None]] = {"gate": [], "up": [], "down": [None], "gate_up": [None]}
         if not fused:
-            every: list[int | None] = list(range(e))
+            every: list[int | None] = [None] if None in {**parts["gate"], **parts["up"]} else list(range(e))
             expected = {"gate": every, "up": every, "down": every, "gate_up": []}
         bias_parts: tuple[Part, Part] = ("gate_up_bias", "down_bias")
         expected |= {part: [None] if biased else [] for part in bias_parts}
@@ -432,10 +432,10 @@ class Checkpoint:
         mappings = {file: self.map(file) for file in sorted({tensor.file for tensor in used})}
 
         def matrices(part: Part, rows: int, columns: int) -> ExpertMatrices:
-            """Of per-expert parameters [rows, columns]."""
-            found = [parts[part][expert] for expert in range(e)]
-            for source in found:
-                _check_shape(source, (rows, columns))
+            """Of per-expert parameters [rows, columns], or of one [E, rows, columns]."""
+            found = [parts[part][expert] for expert in expected[part]]
+            for expert, source in zip(expected[part], found, strict=True):
+                _check_shape(source, (rows, columns) if expert is not None else (e, rows, columns))
                 _check_like(source, found[0])
             return describe(found, mappings, e, Place())
 

@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
     model = argparse.ArgumentParser(add_help=False)
-    model.add_argument("model", metavar="MODEL", help="directory or hub id of the base model")
+    model.add_argument("model", metavar="MODEL", help="directory, GGUF file or hub id of the base model")
     model.add_argument("--adapter", metavar="DIR", help="a LoRA adapter to put on it")
     _add_device(model)
     _add_check_weights(model)
@@ -278,7 +278,7 @@ def _add_bench(bench: argparse.ArgumentParser, common: argparse.ArgumentParser) 
     )
 
     decode = add("decode", "reading a prompt and writing an answer, tokens a second")
-    decode.add_argument("model", metavar="MODEL", help="directory or hub id of the base model")
+    decode.add_argument("model", metavar="MODEL", help="directory, GGUF file or hub id of the base model")
     decode.add_argument("--adapter", metavar="DIR", help="measure with this LoRA adapter as well")
     _add_device(decode)
     decode.add_argument(

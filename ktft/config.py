@@ -40,7 +40,7 @@ class Recipe:
 
     # model
     model_name_or_path: str
-    """Directory or hub id of the base model."""
+    """Directory, GGUF file or hub id of the base model."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
     check_weights: bool = False
@@ -50,8 +50,8 @@ class Recipe:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """ktft's own. Where everything but the routed experts runs; auto takes CUDA when there is a GPU."""
     prepare: str | None = None
-    """ktft's own. A Python program and its arguments that builds ``model_name_or_path`` when that directory is
-    missing; it is run with ``--output <model_name_or_path>`` added."""
+    """ktft's own. A Python program and its arguments that builds ``model_name_or_path`` when that is missing;
+    it is run with ``--output <model_name_or_path>`` added."""
 
     # method
     stage: Literal["sft"] = "sft"

@@ -3,7 +3,8 @@
 :func:`state_dict` gives transformers' ``from_pretrained`` what it makes for itself of a checkpoint that is not
 quantised: one object for each parameter, which becomes a tensor when it is indexed with ``...``. So its loader does all
 that it does otherwise (names, casts, devices, ties, the report of what is missing), and no package of a quantiser is
-needed. One matrix is decoded at a time: beside the result, its codes are in memory, and a few rows in fp32.
+needed. One matrix is decoded at a time: beside the result, its codes are in memory, and a few rows in fp32. Where a
+file's tensors are not the model's parameters, an :class:`Origin` says how these are made of those.
 
 :func:`check_values` looks at every stored value before that.
 """
@@ -11,11 +12,11 @@ needed. One matrix is decoded at a time: beside the result, its codes are in mem
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from tqdm import tqdm
 
 from ktft import formats
@@ -74,38 +75,95 @@ class CodedSlice:
             raise
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a parameter of the model is made of.
+
+    Attributes:
+        sources: parameters of the checkpoint.
+        shape: of the result.
+        arrange: makes the result of them, in the order of ``sources``; None of one that lies as it should.
+    """
+
+    sources: tuple[str, ...]
+    shape: tuple[int, ...]
+    arrange: Callable[..., torch.Tensor] | None = None
+
+
+class ArrangedSlice:
+    """A parameter that is put together when it is indexed, of what each of the origin's sources is read by.
+
+    Attributes:
+        failure: why a part could not be read.
+    """
+
+    def __init__(self, origin: Origin, parts: list[Any]) -> None:
+        self._origin, self._parts = origin, parts
+        self.failure: CheckpointError | None = None
+
+    def get_shape(self) -> list[int]:
+        return list(self._origin.shape)
+
+    def get_dtype(self) -> str:
+        """The safetensors name of what indexing gives."""
+        dtype: str = self._parts[0].get_dtype()
+        return dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """
+        Raises:
+            CheckpointError: a part could not be read or decoded.
+        """
+        try:
+            parts = [part[...] for part in self._parts]
+        except CheckpointError as error:
+            self.failure = error
+            raise
+        whole = parts[0] if self._origin.arrange is None else self._origin.arrange(*parts)
+        out: torch.Tensor = whole.reshape(self._origin.shape)[index]
+        return out
+
+
+def failure(values: Iterable[Any]) -> CheckpointError | None:
+    """Why one of the values that :func:`state_dict` gave could not be read, if so."""
+    slices = (value for value in values if isinstance(value, (ArrangedSlice, CodedSlice)))
+    return next((value.failure for value in slices if value.failure is not None), None)
+
+
 def _read(checkpoint: Checkpoint, source: ExpertSource) -> dict[formats.Role, torch.Tensor]:
     return {role: checkpoint.read(tensor) for role, tensor in source.tensors.items()}
 
 
 def state_dict(
-    checkpoint: Checkpoint, without: Collection[str], dtype: torch.dtype, keep_in_fp32: Iterable[str] = ()
+    checkpoint: Checkpoint,
+    origins: Mapping[str, Origin | None],
+    dtype: torch.dtype,
+    keep_in_fp32: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Parameter -> what ``from_pretrained`` takes as its value: a safetensors slice, or a :class:`CodedSlice`.
+    """Parameter -> what ``from_pretrained`` takes as its value: a safetensors slice, or something like it.
 
     Args:
         checkpoint: the files.
-        without: parameters to leave out: those of the experts.
+        origins: parameter of the model -> what it is made of; None: the checkpoint's parameter of the same name.
         dtype: of the model.
         keep_in_fp32: parts of names that the model has in fp32 nevertheless. The loader casts what it is given, and
             weights are rounded once, so these are decoded to fp32.
     """
     exact = tuple(keep_in_fp32)
     compute = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-    files: dict[Any, Any] = {}
-    out: dict[str, Any] = {}
-    for name in checkpoint.parameters:
-        if name in without:
-            continue
-        if name in checkpoint.coded:
-            to = torch.float32 if any(part in name for part in exact) else compute
-            out[name] = CodedSlice(checkpoint, checkpoint.source(name), to)
-        else:
-            file = checkpoint.tensors[name].file
-            if file not in files:
-                files[file] = safe_open(file, framework="pt", device="cpu")
-            out[name] = files[file].get_slice(name)
-    return out
+
+    def values(source: str, parameter: str) -> Any:
+        if source not in checkpoint.coded:
+            return checkpoint.values(source)
+        to = torch.float32 if any(part in parameter for part in exact) else compute
+        return CodedSlice(checkpoint, checkpoint.source(source), to)
+
+    return {
+        parameter: values(parameter, parameter)
+        if origin is None
+        else ArrangedSlice(origin, [values(source, parameter) for source in origin.sources])
+        for parameter, origin in origins.items()
+    }
 
 
 def check_values(checkpoint: Checkpoint, experts: Collection[str]) -> None:
@@ -129,4 +187,4 @@ def check_values(checkpoint: Checkpoint, experts: Collection[str]) -> None:
                 progress.update(sum(tensor.size for tensor in part.tensors.values()))
 
 
-__all__ = ["CodedSlice", "check_values", "state_dict"]
+__all__ = ["ArrangedSlice", "CodedSlice", "Origin", "check_values", "failure", "state_dict"]

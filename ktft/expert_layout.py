@@ -1,7 +1,7 @@
 """Addresses, strides and scales of one matrix of every expert, from where its tensors lie in mapped files.
 
 This is where a format's description (``ktft.formats.Encoding``) becomes what the kernels take (``ktft.weights``).
-Nothing is read but the numbers that NVFP4 has once per matrix.
+Nothing is read but the numbers that NVFP4 has once per matrix, and the order of GPTQ's columns.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from ktft.formats import DTYPE_BITS, Encoding, Role, tensor_bytes
+from ktft.formats import DTYPE_BITS, TORCH_DTYPES, Encoding, Matrix, Role, check_order, tensor_bytes
 from ktft.mapping import CheckpointError, FileMapping
-from ktft.weights import CODED, PLAIN, ExpertMatrices, Scales
+from ktft.weights import BLOCKS, CODED, PLAIN, WITH_ZERO_POINTS, ExpertMatrices, Scales, ZeroPoints
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of a safetensors file; ``begin`` is its first byte counted from the start of the file."""
+    """One tensor of a file; ``begin`` is its first byte counted from the start of the file."""
 
     name: str
     file: Path
@@ -95,18 +96,21 @@ def describe(
         place: which part of the stored matrices it is.
 
     Raises:
-        CheckpointError: the format, or this part of it, is not one that the kernels take; names the tensor.
+        CheckpointError: the format, or this part of a matrix in it, is not one that the kernels take, or its columns
+            are not in order; names the tensor.
     """
     source = sources[0]
     codes = source.tensors["codes"]
     name = source.encoding.format
     if name == "int8" and codes.dtype == "I8":
         name = "int8_plain"
-    if name not in PLAIN and name not in CODED:
+    if name not in {*PLAIN, *CODED, *BLOCKS}:
         raise CheckpointError(
-            f"{codes.file}: expert tensor {codes.name!r} is stored as {_called(name)}, which ktft does not compute "
-            f"with; expected {', '.join([*PLAIN, *sorted(CODED)])}. Use another published version of this model."
+            f"{codes.file}: expert tensor {codes.name!r} is stored as {name}, which ktft does not compute with; "
+            f"expected {', '.join([*PLAIN, *sorted(CODED), *BLOCKS])}. Use another published version of this model."
         )
+    if name in WITH_ZERO_POINTS:
+        return _describe_with_zero_points(sources, mappings)
     rows, cols = source.shape[-2:]
     row_bytes = codes.size // math.prod(source.shape[:-1])
     begin, stride = place.first * row_bytes, place.step * row_bytes
@@ -122,9 +126,54 @@ def describe(
         stride,
         name,
         place.transposed,
-        None if name in PLAIN else _scales(sources, mappings, experts, place),
-        place.step if place.transposed else 1,
+        _scales(sources, mappings, experts, place) if "scales" in source.tensors else None,
+        column_step=place.step if place.transposed else 1,
     )
+
+
+def _describe_with_zero_points(sources: Sequence[ExpertSource], mappings: Mapping[Path, FileMapping]) -> ExpertMatrices:
+    """One matrix of every expert, whose tensors hold the transpose, [cols, rows]. Columns are checked to be in order:
+    in order of activation, every weight would be another's."""
+    source = sources[0]
+    codes, scales = source.tensors["codes"], source.tensors["scales"]
+    if len(source.shape) != 2:
+        raise CheckpointError(
+            f"{codes.file}: expert tensor {codes.name!r} ({source.encoding}, {list(source.shape)}) holds those of "
+            f"{source.shape[0]} experts, which ktft reads in this format from a tensor for each expert only; use "
+            "another published version of this model"
+        )
+    for one in sources:
+        _check_column_order(one, mappings)
+    role: Role = "zero_points" if "zero_points" in source.tensors else "zero_points_less_one"
+    zeros = source.tensors[role]
+
+    def found(role: Role) -> np.ndarray:
+        return _addresses(sources, role, mappings, len(sources), 0)
+
+    def stride(tensor: Tensor) -> int:
+        return tensor.size // tensor.shape[0]
+
+    group = source.encoding.group or source.shape[1]
+    return ExpertMatrices(
+        found("codes"),
+        stride(codes),
+        source.encoding.format,
+        transposed=True,
+        scales=Scales(found("scales"), stride(scales), _SCALE_FORMATS[scales.dtype], rows=group, columns=1),
+        zero_points=ZeroPoints(found(role), stride(zeros), role == "zero_points_less_one"),
+    )
+
+
+def _check_column_order(source: ExpertSource, mappings: Mapping[Path, FileMapping]) -> None:
+    tensor = source.tensors.get("group_index")
+    if tensor is None:
+        return
+    data = bytearray(mappings[tensor.file].read(tensor.begin, tensor.size))
+    index = torch.frombuffer(data, dtype=TORCH_DTYPES[tensor.dtype])
+    try:
+        check_order(source.encoding, {"group_index": index}, Matrix(*source.shape), source.base)
+    except CheckpointError as error:
+        raise CheckpointError(f"{tensor.file}: {error}") from None
 
 
 def _scales(
@@ -201,10 +250,6 @@ def _check_alignment(codes: Tensor, name: str) -> None:
             f"{codes.file}: expert tensor {codes.name!r} begins at byte {codes.begin}; expected a multiple of {size}. "
             "Write the file again with a current safetensors library."
         )
-
-
-def _called(name: str) -> str:
-    return {"gptq": "GPTQ", "awq": "AWQ", "int8_plain": "int8 that is not packed"}.get(name, name)
 
 
 def _refused(tensor: Tensor, source: ExpertSource, how: str, what: str) -> CheckpointError:

@@ -21,7 +21,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from ktft import decoding, families
+from ktft import decoding, families, gguf_families
 from ktft.checkpoint import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -33,6 +33,8 @@ from ktft.checkpoint import (
     weight_files,
 )
 from ktft.experts import CpuExperts
+from ktft.gguf_checkpoint import GgufCheckpoint
+from ktft.gguf_file import find_gguf, read_gguf
 from ktft.weights import ExpertWeights
 
 
@@ -49,7 +51,9 @@ def load_model(
     """Load a Mixture-of-Experts causal language model for training or inference, its routed experts on the CPU.
 
     Args:
-        path_or_hub_id: a directory with ``config.json`` and safetensors files, or a Hugging Face hub id.
+        path_or_hub_id: a directory with ``config.json`` and safetensors files, a GGUF file or a directory with one,
+            or a Hugging Face hub id. Of what lies beside a GGUF file, ``config.json``, ``generation_config.json`` and
+            the tokenizer's files are used, in place of its metadata.
         device: where everything but the routed experts goes; default the CPU, whatever torch's default device is.
         dtype: of everything but the routed experts, which stay as published; default what the checkpoint says, and of
             a quantised one that says nothing, bfloat16.
@@ -71,35 +75,71 @@ def load_model(
     """
     # transformers would load onto torch's default device; the probe and the experts are on the CPU in any case.
     with torch.device("cpu"):
-        directory = _resolve(path_or_hub_id, revision, trust_remote_code)
-        hub_id = None if os.path.isdir(path_or_hub_id) else os.fspath(path_or_hub_id)
+        path = _resolve(path_or_hub_id, revision, trust_remote_code)
+        hub_id = None if os.path.exists(path_or_hub_id) else os.fspath(path_or_hub_id)
         target = torch.device(device or "cpu")
-        model = _load(directory, hub_id, target, dtype, recompute, trust_remote_code, check_weights)
+        opened = _open_gguf(path, trust_remote_code) if path.is_file() else _open(path, hub_id, trust_remote_code)
+        model = _load(opened, target, dtype, recompute, trust_remote_code, check_weights)
     model.config._name_or_path = model.name_or_path = os.fspath(path_or_hub_id)
     if hub_id is not None:
-        model.config._commit_hash = directory.name  # a snapshot's folder is called by its commit; adapters record it
+        model.config._commit_hash = path.name  # a snapshot's folder is called by its commit; adapters record it
     return model
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint, and what transformers makes of its config.
+
+    Attributes:
+        stock: the stock model on meta.
+        modules: its experts modules, by path.
+        experts: their tensors.
+        origins: what every other parameter is made of; see :func:`ktft.decoding.state_dict`.
+    """
+
+    checkpoint: Checkpoint
+    config: PreTrainedConfig
+    stock: PreTrainedModel
+    modules: dict[str, families.ExpertsModule]
+    experts: dict[str, list[ExpertTensor]]
+    origins: Mapping[str, decoding.Origin | None]
+
+
+def _open(directory: Path, hub_id: str | None, trust_remote_code: bool) -> _Opened:
+    """A directory of safetensors files."""
+    outline = read_outline(directory, trust_remote_code=trust_remote_code)
+    if hub_id is not None:  # only now: nobody wants to wait for the weights of a model that is then refused
+        _download_weights(hub_id, directory)
+    checkpoint = Checkpoint(directory, outline.config_file)
+    experts = families.expert_tensors(outline.stock, outline.modules, checkpoint.parameters)
+    inside = {tensor.key for found in experts.values() for tensor in found}
+    others = {name: None for name in checkpoint.parameters if name not in inside}
+    return _Opened(checkpoint, outline.config, outline.stock, outline.modules, experts, others)
+
+
+def _open_gguf(path: Path, trust_remote_code: bool) -> _Opened:
+    """A GGUF file, of several parts the first."""
+    model = read_gguf(path)
+    config = gguf_families.read_config(model, trust_remote_code=trust_remote_code)
+    _forget_quantization(config)
+    stock = families.stock_model(config, trust_remote_code=trust_remote_code)
+    modules = families.experts_modules(stock)
+    experts, others = gguf_families.origins(model, stock, modules)
+    return _Opened(GgufCheckpoint(model), config, stock, modules, experts, others)
+
+
 def _load(
-    directory: Path,
-    hub_id: str | None,
+    opened: _Opened,
     target: torch.device,
     dtype: str | torch.dtype | None,
     recompute: bool,
     trust_remote_code: bool,
     check_weights: bool,
 ) -> PreTrainedModel:
-    outline = read_outline(directory, trust_remote_code=trust_remote_code)
-    config, stock, modules = outline.config, outline.stock, outline.modules
-    if hub_id is not None:  # only now: nobody wants to wait for the weights of a model that is then refused
-        _download_weights(hub_id, directory)
-    checkpoint = Checkpoint(directory, outline.config_file)
-    tensors = families.expert_tensors(stock, modules, checkpoint.parameters)
-    weights = map_experts(checkpoint, modules, tensors)
-    experts_parameters = {tensor.key for found in tensors.values() for tensor in found}
+    checkpoint, modules = opened.checkpoint, opened.modules
+    weights = map_experts(checkpoint, modules, opened.experts)
     if check_weights:
-        decoding.check_values(checkpoint, experts_parameters)
+        decoding.check_values(checkpoint, [tensor.key for found in opened.experts.values() for tensor in found])
     options: dict[str, Any] = {
         # Without a map transformers places on the CPU, and the Trainer remains free to move the model.
         "device_map": None if target.type == "cpu" else {"": target},
@@ -107,12 +147,12 @@ def _load(
         "output_loading_info": True,
     }
     loaded: Any
-    with families.experts_replaced(type(stock), modules):
-        if checkpoint.coded:
-            loaded = _load_coded(stock, checkpoint, experts_parameters, config, dtype, options)
+    with families.experts_replaced(type(opened.stock), modules):
+        if checkpoint.coded or isinstance(checkpoint, GgufCheckpoint):
+            loaded = _load_values(opened, dtype, options)
         else:
             loaded = AutoModelForCausalLM.from_pretrained(
-                directory, config=config, dtype=dtype or "auto", use_safetensors=True, **options
+                checkpoint.directory, config=opened.config, dtype=dtype or "auto", use_safetensors=True, **options
             )
     model: PreTrainedModel
     model, info = loaded
@@ -122,7 +162,7 @@ def _load(
         if not isinstance(experts, CpuExperts):
             raise RuntimeError(f"{name} is a {type(experts).__name__}; expected transformers to build CpuExperts there")
         experts.attach(weights[name], module.names, recompute=recompute)
-    _check_complete(model, info, directory)
+    _check_complete(model, info, checkpoint.directory)
     _refuse_saving(model)
     return model
 
@@ -191,19 +231,13 @@ def _forget_quantization(config: PreTrainedConfig) -> None:
             del part.quantization_config
 
 
-def _load_coded(
-    stock: PreTrainedModel,
-    checkpoint: Checkpoint,
-    experts: set[str],
-    config: PreTrainedConfig,
-    dtype: str | torch.dtype | None,
-    options: dict[str, Any],
-) -> Any:
-    """What ``from_pretrained`` gives, of a checkpoint whose tensors are decoded while it loads them."""
-    chosen = dtype if dtype not in (None, "auto") else config.dtype or torch.bfloat16
+def _load_values(opened: _Opened, dtype: str | torch.dtype | None, options: dict[str, Any]) -> Any:
+    """What ``from_pretrained`` gives, of a checkpoint whose tensors are decoded or arranged while it loads them."""
+    stock, directory = opened.stock, opened.checkpoint.directory
+    chosen = dtype if dtype not in (None, "auto") else opened.config.dtype or torch.bfloat16
     chosen = getattr(torch, chosen) if isinstance(chosen, str) else chosen
     exact = {*(stock._keep_in_fp32_modules or ()), *(stock._keep_in_fp32_modules_strict or ())}
-    values = decoding.state_dict(checkpoint, experts, chosen, exact)
+    values = decoding.state_dict(opened.checkpoint, opened.origins, chosen, exact)
     try:
         # With values of our own it takes no directory, and so reads no generation config.
         loaded: Any = type(stock).from_pretrained(
@@ -211,29 +245,39 @@ def _load_coded(
         )
     except Exception:
         # transformers reports an error while it converts a tensor in words of its own.
-        for value in values.values():
-            if isinstance(value, decoding.CodedSlice) and value.failure is not None:
-                raise value.failure from None
+        failure = decoding.failure(values.values())
+        if failure is not None:
+            raise failure from None
         raise
     try:
-        loaded[0].generation_config = GenerationConfig.from_pretrained(checkpoint.directory)
+        loaded[0].generation_config = GenerationConfig.from_pretrained(
+            directory if directory.is_dir() else directory.parent
+        )
     except OSError:
         loaded[0].generation_config = GenerationConfig.from_model_config(loaded[0].config)
     return loaded
 
 
 def _resolve(path_or_hub_id: str | os.PathLike[str], revision: str | None, trust_remote_code: bool) -> Path:
-    """A local directory, from a path or through the hub's cache; of a hub id everything but the weights."""
+    """A local directory or GGUF file, from a path or through the hub's cache; of a hub id all but the weights."""
     name = os.fspath(path_or_hub_id)
-    if os.path.isdir(name):
+    if os.path.isdir(name) or (os.path.isfile(name) and name.endswith(".gguf")):
         if revision is not None:
-            raise ValueError(f"revision={revision!r} has no meaning for the local directory {name}; leave it out")
-        return Path(name)
+            raise ValueError(f"revision={revision!r} has no meaning for the local path {name}; leave it out")
+        return find_gguf(Path(name)) or Path(name)
     if os.path.exists(name) or os.path.isabs(name) or name.startswith((".", "~")) or name.count("/") > 1:
-        raise ValueError(f"{name} is not a directory; expected a directory with config.json and safetensors files")
+        raise ValueError(
+            f"{name} is not a directory; expected a directory with config.json and safetensors files, or a .gguf file"
+        )
     small = ["*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
     # In the hub's patterns * matches / too.
-    return _from_hub(name, revision, allow=small, ignore=["*/*"])
+    directory = _from_hub(name, revision, allow=small, ignore=["*/*"])
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            f"{name} has no config.json. Of a repository of GGUF files download the one you mean (hf download {name} "
+            "FILE), and give its path."
+        )
+    return directory
 
 
 def _download_weights(hub_id: str, directory: Path) -> None:

@@ -26,6 +26,7 @@ from ktft import _C
 from ktft.activation import GATE_FUNCTIONS
 from ktft.buffers import Buffers
 from ktft.weights import (
+    BLOCKS,
     CODED,
     LORA_NAMES,
     PLAIN,
@@ -33,6 +34,7 @@ from ktft.weights import (
     ExpertMatrices,
     ExpertWeights,
     Scales,
+    ZeroPoints,
     lookup,
     lora_shapes,
 )
@@ -40,7 +42,11 @@ from ktft.weights import (
 MAX_RANK = 256
 MAX_ADAPTERS: int = _C.MAX_ADAPTERS
 _COMPUTE = {torch.bfloat16: 0, torch.float32: 1}
-_FORMATS = ("bf16", "fp32", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4", "bf16/2", "fp32/2", "fp16/2")
+_FORMATS = (
+    "bf16", "fp32", "fp16", "fp8", "int8", "int4", "mxfp4", "nvfp4", "int8_plain", "gptq", "awq",
+    "bf16/2", "fp32/2", "fp16/2",
+    "q8_0", "q4_0", "q4_1", "q4_k", "q6_k", "gguf_mxfp4",
+)  # fmt: skip
 """In the order of csrc/kernels/table.h; with /2 where a column step of 2 makes it another one."""
 _LORA_FORMATS = {torch.bfloat16: 0, torch.float32: 1}
 _buffers = Buffers()
@@ -300,7 +306,14 @@ def _matrices(experts: ExpertWeights) -> list[tuple[Any, ...]]:
     found = _described.get(experts)
     if found is None:
         found = _described[experts] = [
-            (m.addresses.ctypes.data, m.row_stride, _format(m), m.transposed, *_scales(m.scales))
+            (
+                m.addresses.ctypes.data,
+                m.row_stride,
+                _format(m),
+                m.transposed,
+                *_scales(m.scales),
+                *_zeros(m.zero_points),
+            )
             for m in (experts.gate, experts.up, experts.down)
         ]
     return found
@@ -325,6 +338,10 @@ def _scales(scales: Scales | None) -> tuple[int, int, int, int, int, int, int, b
         factors,
         scales.divides,
     )
+
+
+def _zeros(zeros: ZeroPoints | None) -> tuple[int, int, bool]:
+    return (0, 0, False) if zeros is None else (zeros.addresses.ctypes.data, zeros.row_stride, zeros.less_one)
 
 
 def _forward_cpu(call: _Call, save: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -566,4 +583,4 @@ def moe_experts(
     return out.to(dtype)
 
 
-assert {*PLAIN, *CODED, *(f"{name}/2" for name in PLAIN)} == set(_FORMATS)
+assert {*PLAIN, *CODED, *BLOCKS, *(f"{name}/2" for name in PLAIN)} == set(_FORMATS)

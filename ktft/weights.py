@@ -23,13 +23,30 @@ import numpy as np
 import torch
 
 from ktft.activation import SWIGLU, Activation
+from ktft.formats.gguf_blocks import GGUF_BLOCKS
 
 PLAIN: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 """Formats whose stored elements are the weights: name -> dtype of one element."""
 
-CODED: dict[str, int] = {"fp8": 8, "int8": 8, "int4": 4, "mxfp4": 4, "nvfp4": 4}
+CODED: dict[str, int] = {"fp8": 8, "int8": 8, "int8_plain": 8, "int4": 4, "mxfp4": 4, "nvfp4": 4, "gptq": 4, "awq": 4}
 """Formats with scales beside the codes: name -> bits of one code. What they mean is said in ``ktft.formats``; they are
-decoded in ``csrc/kernels``."""
+decoded in ``csrc/kernels``. int8 is packed, with an offset of 128; ``int8_plain`` has none."""
+
+WITH_ZERO_POINTS: tuple[str, ...] = ("gptq", "awq")
+"""Those of them with a zero point beside each scale. They store the transpose, with a scale for each stored column and
+some stored rows."""
+
+BLOCKS: dict[str, tuple[int, int]] = {name: (columns, size) for name, columns, size in GGUF_BLOCKS.values()}
+"""Formats whose rows are blocks with scales of their own: name -> columns and bytes of a block."""
+
+
+def stored_bytes(format: str, elements: int) -> int:
+    """Bytes that whole rows of so many elements take, without scales that lie beside them."""
+    if format in BLOCKS:
+        columns, size = BLOCKS[format]
+        return elements // columns * size
+    return elements * (8 * PLAIN[format].itemsize if format in PLAIN else CODED[format]) // 8
+
 
 SCALE_FORMATS: tuple[str, ...] = ("fp32", "bf16", "fp16", "e8m0", "e4m3")
 """What scales are stored as."""
@@ -69,16 +86,35 @@ class Scales:
 
 
 @dataclass(frozen=True)
+class ZeroPoints:
+    """Zero points of one matrix of every expert: four bits for each scale, packed along a row like the format's codes.
+
+    Attributes:
+        addresses: int64 [E], of each expert's first word.
+        row_stride: bytes from one row of zero points, which goes with a row of scales, to the next.
+        less_one: what is stored is the zero point less 1, modulo 16.
+    """
+
+    addresses: np.ndarray
+    row_stride: int
+    less_one: bool
+
+    def __post_init__(self) -> None:
+        _check_addresses(self.addresses)
+
+
+@dataclass(frozen=True)
 class ExpertMatrices:
     """One matrix of every expert, e.g. all gate projections.
 
     Attributes:
         addresses: int64 [E], the address of element [0, 0] of each expert's matrix as used in y = x Wᵀ, W [rows, cols].
-        row_stride: bytes from one row *as stored* to the next.
-        format: a key of :data:`PLAIN`, or one of :data:`CODED`.
+        row_stride: bytes from one row *as stored* to the next; of gptq, whose words hold eight rows, to the next eight.
+        format: a key of :data:`PLAIN`, :data:`CODED` or :data:`BLOCKS`.
         transposed: the file stores Wᵀ, i.e. [cols, rows]; element [i, j] of W is then at ``address + j * row_stride
         + i * column_step * itemsize``.
-        scales: of a coded matrix.
+        scales: of a coded matrix; blocks have theirs inside, and are never transposed.
+        zero_points: of one of :data:`WITH_ZERO_POINTS`.
         column_step: elements from one stored column to the next: 1, or, in a format of :data:`PLAIN`, 2, where two
             matrices' columns are stored in turn.
     """
@@ -88,6 +124,7 @@ class ExpertMatrices:
     format: str
     transposed: bool = False
     scales: Scales | None = None
+    zero_points: ZeroPoints | None = None
     column_step: int = 1
 
     def __post_init__(self) -> None:
@@ -96,20 +133,47 @@ class ExpertMatrices:
                 f"expert weights in format {self.format!r} with a column step of {self.column_step}; expected 1, or 2 "
                 f"in {', '.join(PLAIN)}"
             )
-        if self.format not in PLAIN and self.format not in CODED:
+        if self.format not in {*PLAIN, *CODED, *BLOCKS}:
             raise ValueError(
-                f"expert weights in format {self.format!r}; this version decodes {', '.join(sorted({*PLAIN, *CODED}))}"
+                f"expert weights in format {self.format!r}; this version decodes "
+                f"{', '.join(sorted({*PLAIN, *CODED, *BLOCKS}))}"
             )
-        if (self.scales is None) != (self.format in PLAIN):
+        if (self.scales is None) == (self.format in CODED):
             raise ValueError(
                 f"expert weights in format {self.format!r} {'need' if self.scales is None else 'have no'} scales"
             )
+        if self.format in BLOCKS and self.transposed:
+            raise ValueError(f"expert weights in format {self.format!r} cannot be the transpose: blocks lie along rows")
+        zeroed = self.format in WITH_ZERO_POINTS
+        if (self.zero_points is not None) != zeroed:
+            raise ValueError(f"expert weights in format {self.format!r} {'need' if zeroed else 'have no'} zero points")
+        if zeroed and self.scales is not None:
+            scales, plain = self.scales, ("fp32", "bf16", "fp16")
+            if not self.transposed or scales.columns != 1 or scales.first_row or scales.factors is not None:
+                raise ValueError(
+                    f"expert weights in format {self.format!r} must be the transpose, with a scale for each column as "
+                    "stored, from the first row on and without factors"
+                )
+            if scales.format not in plain:
+                raise ValueError(
+                    f"scales in format {scales.format!r} beside {self.format!r}; expected one of {', '.join(plain)}"
+                )
         _check_addresses(self.addresses)
 
 
 def _check_addresses(addresses: np.ndarray) -> None:
     if addresses.dtype != np.int64 or addresses.ndim != 1 or not addresses.flags.c_contiguous:
         raise ValueError(f"addresses must be a contiguous int64 vector, got {addresses.dtype} {addresses.shape}")
+
+
+def _check_size(name: str, format: str, rows: int, columns: int) -> None:
+    """Of a matrix [rows, columns], that it is whole blocks, or whole words."""
+    size, what, unit = {
+        "gptq": (columns, "columns", 8),
+        "awq": (rows, "rows", 8),
+    }.get(format, (columns, "columns", BLOCKS.get(format, (1, 0))[0]))
+    if size % unit:
+        raise ValueError(f"{name} has {size} {what} in format {format!r}; expected a multiple of {unit}")
 
 
 _lock = threading.Lock()
@@ -152,6 +216,9 @@ class ExpertWeights:
             raise ValueError(f"gate, up and down must cover the same experts, at least one; got {sorted(counts)}")
         if hidden_size < 1 or intermediate_size < 1:
             raise ValueError(f"hidden_size {hidden_size} and intermediate_size {intermediate_size} must be positive")
+        shapes = ((intermediate_size, hidden_size), (intermediate_size, hidden_size), (hidden_size, intermediate_size))
+        for name, matrices, shape in zip(("gate", "up", "down"), (gate, up, down), shapes, strict=True):
+            _check_size(name, matrices.format, *shape)
         self.gate, self.up, self.down = gate, up, down
         self.num_experts = len(gate.addresses)
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
@@ -289,13 +356,17 @@ def lora_shapes(num_experts: int, hidden: int, intermediate: int, rank: int) -> 
 
 
 __all__ = [
+    "BLOCKS",
     "CODED",
     "LORA_NAMES",
     "PLAIN",
     "SCALE_FORMATS",
+    "WITH_ZERO_POINTS",
     "ExpertMatrices",
     "ExpertWeights",
     "Scales",
+    "ZeroPoints",
     "lookup",
     "lora_shapes",
+    "stored_bytes",
 ]

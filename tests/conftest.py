@@ -5,10 +5,12 @@ Torch is imported inside the fixtures, after the settings.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -93,6 +95,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.tiny_train import tiny_data
 
     return tiny_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def upcycle() -> ModuleType:
+    """examples/upcycle.py."""
+    source = Path(__file__).parents[1] / "examples/upcycle.py"
+    spec = importlib.util.spec_from_file_location("upcycle", source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # --- adapter directories

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from tests.gguf_files import write
 from tests.tiny_models import tiny_checkpoint, tiny_config
 
 SIZES = {
@@ -64,6 +65,11 @@ def write_large(directory: Path) -> None:
 
     config.quantization_config = written_config("int4-g32", ["lm_head", "model.embed_tokens", "re:.*mlp.gate$"])
     config.save_pretrained(directory)
+
+
+def write_large_gguf(directory: Path) -> None:
+    """The same of Q8_0 blocks."""
+    write("qwen3_moe", directory, "Q8_0", **SIZES)
 
 
 def main(directory: str) -> None:

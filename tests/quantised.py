@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ktft import formats
 from ktft.formats import Encoding, Role
 from ktft.formats.fp4 import e2m1_codes
 from ktft.formats.fp8 import LARGEST
+from ktft.weights import WITH_ZERO_POINTS
 from tests.tiny_models import tiny_checkpoint
 
 Tensors = dict[Role, torch.Tensor]
@@ -59,8 +60,8 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 
-PLAIN = ["lm_head", "model.embed_tokens", "re:.*mlp.gate$"]
-LINEAR = re.compile(r".*(?<!embed_tokens)(?<!lm_head)(?<!mlp\.gate)\.weight")
+PLAIN = ["lm_head", "model.embed_tokens", r"re:.*(mlp|block_sparse_moe)\.gate$"]
+LINEAR = re.compile(r".*(?<!embed_tokens)(?<!lm_head)(?<!mlp\.gate)(?<!block_sparse_moe\.gate)\.weight")
 
 
 def compressed(layout: str, **weights: Any) -> Config:
@@ -79,8 +80,10 @@ def modelopt(algorithm: str) -> Config:
     return {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": ["lm_head", "*.mlp.gate"]}
 
 
-def _encode(weight: torch.Tensor, encoding: Encoding) -> Tensors:
+def encode(weight: torch.Tensor, encoding: Encoding) -> Tensors:
     """What ktft writes, and the nearest codes under plain scales of what it does not write."""
+    if encoding.format in WITH_ZERO_POINTS:
+        return _encode_with_zero_points(weight, encoding)
     if encoding.format == "nvfp4":
         return _encode_nvfp4(weight, encoding)
     if encoding.format == "fp8" and encoding.block == (0, 0):
@@ -106,6 +109,40 @@ def _encode_nvfp4(weight: torch.Tensor, encoding: Encoding) -> Tensors:
     return out
 
 
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of eight rows an AWQ word has from its lowest bits up."""
+
+
+def _packed(values: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """[n, 8 m] of 0 to 15 -> int32 [n, m]."""
+    words = torch.zeros(values.shape[0], values.shape[1] // 8, dtype=torch.int32)
+    for i, place in enumerate(order):
+        words |= values[:, place::8].int() << 4 * i
+    return words
+
+
+def _encode_with_zero_points(weight: torch.Tensor, encoding: Encoding) -> Tensors:
+    """The nearest codes between a group's least and largest weight, packed as GPTQ's and AWQ's writers do."""
+    group = encoding.group or weight.shape[1]
+    groups = weight.float().unflatten(1, (-1, group))
+    low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).round().clamp(0, 15)
+    codes = (groups / scales.float()[..., None] + zeros[..., None]).round().clamp(0, 15).flatten(1)
+    out: Tensors = {"scales": scales.t().contiguous()}
+    if encoding.format == "awq":
+        return out | {"codes": _packed(codes.t(), AWQ_ORDER), "zero_points": _packed(zeros.t(), AWQ_ORDER)}
+    out["codes"] = _packed(codes, range(8)).t().contiguous()
+    out["group_index"] = torch.arange(weight.shape[1], dtype=torch.int32) // group
+    less_one = int(encoding.tensors[2].role == "zero_points_less_one")
+    out[encoding.tensors[2].role] = _packed((zeros.t() - less_one) % 16, range(8))
+    return out
+
+
+def gptq(group: int, **more: Any) -> Config:
+    return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": False, "sym": False} | more
+
+
 # name -> (encoding, quantization_config, the sizes that its groups divide)
 WRITERS: dict[str, tuple[Encoding, Config, tuple[str, ...]]] = {
     "fp8-block": (
@@ -124,7 +161,7 @@ WRITERS: dict[str, tuple[Encoding, Config, tuple[str, ...]]] = {
     "int8-plain": (
         formats.int8(),
         compressed("int-quantized", num_bits=8, type="int", strategy="channel"),
-        (),  # the kernels have no decoder for experts in it
+        ("edges",),
     ),
     "int4-g32": (formats.int_packed(4, 32), formats.written_config("int4-g32", PLAIN), ("whole", "edges")),
     "int4-g128": (formats.int_packed(4, 128), formats.written_config("int4-g128", PLAIN), ("whole",)),
@@ -133,6 +170,13 @@ WRITERS: dict[str, tuple[Encoding, Config, tuple[str, ...]]] = {
     "nvfp4-compressed": (
         formats.nvfp4_compressed(),
         compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+        ("edges",),
+    ),
+    "gptq-g32": (formats.gptq(32), gptq(32, checkpoint_format="gptq"), ("edges",)),
+    "gptq-v2-channel": (formats.gptq(0, 2), gptq(-1, checkpoint_format="gptq_v2"), ("edges",)),
+    "awq-g32": (
+        formats.awq(32),
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
         ("edges",),
     ),
 }
@@ -193,11 +237,21 @@ def write(
         activations: add scales of activations and caches, which ktft has no use for.
         overrides: config fields.
     """
-    encoding, config, _ = WRITERS[name]
     plain = tiny_checkpoint(
         family, directory / "plain", **{"initializer_range": 0.06, **SIZES[size][family], **overrides}
     )
-    coded = Path(shutil.copytree(plain, directory / "coded"))
+    return quantise(plain, name, writer=writer, activations=activations)
+
+
+def quantise(plain: Path, name: str, *, writer: Writer | None = None, activations: bool = False) -> Written:
+    """The checkpoint ``plain``, quantised, in a directory ``coded`` beside it; ``plain`` is left dequantised.
+
+    Args:
+        plain: with a config.json, a model.safetensors, and what else is to be copied.
+        name, writer, activations: as for :func:`write`.
+    """
+    encoding, config, _ = WRITERS[name]
+    coded = Path(shutil.copytree(plain, plain.parent / "coded"))
     tensors = load_file(plain / "model.safetensors")
     quantised: dict[str, torch.Tensor] = {}
     matrices: dict[str, Tensors] = {}
@@ -206,7 +260,7 @@ def write(
             quantised[key] = tensor
             continue
         base = key.removesuffix(".weight")
-        matrices[base] = writer(tensor) if writer is not None else _encode(tensor, encoding)
+        matrices[base] = writer(tensor) if writer is not None else encode(tensor, encoding)
         for role, stored in matrices[base].items():
             quantised[encoding.names(base)[role]] = stored
         tensors[key] = formats.dequantize(encoding, matrices[base], torch.float32)

@@ -15,6 +15,7 @@ from ktft.checkpoint import Checkpoint, CheckpointError, ExpertTensor
 from ktft.formats import Encoding, Role
 from ktft.weights import ExpertWeights
 from tests.described import decoded
+from tests.quantised import WRITERS, encode
 
 E, H, I = 3, 320, 96  # noqa: E741
 PREFIX = "model.layers.0.mlp.experts"
@@ -196,6 +197,23 @@ def test_one_scale_for_each_expert_of_a_fused_tensor(tmp_path: Path) -> None:
     )
     values = {name: tensors[f"{PREFIX}.{name}.weight"].float() * scales[name][:, :, None] for name in SHAPES}
     assert_same(weights, values["gate_up_proj"][:, :I], values["gate_up_proj"][:, I:], values["down_proj"])
+
+
+@pytest.mark.parametrize("name", ["gptq-g32", "awq-g32"])
+def test_zero_points_of_fused_experts_are_refused(tmp_path: Path, name: str) -> None:
+    encoding, config, _ = WRITERS[name]
+    tensors: Tensors = {}
+    for part, shape in SHAPES.items():
+        one = [encode(torch.randn(shape), encoding) for _ in range(E)]
+        for role, tensor_name in encoding.names(f"{PREFIX}.{part}").items():
+            tensors[tensor_name] = torch.stack([tensors_of[role] for tensors_of in one])
+    save_file(tensors, tmp_path / "model.safetensors")
+    parts = [ExpertTensor(f"{PREFIX}.{part}.weight", what, None) for part, what in PARTS.items()]  # type: ignore[arg-type]
+    message = rf"gate_up_proj\.qweight' \({name[:-4]} .*holds those of 3 experts"
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(tmp_path, {"quantization_config": config}).expert_weights(
+            PREFIX, parts, num_experts=E, hidden_size=H, intermediate_size=I
+        )
 
 
 # --- where files put them ---------------------------------------------------------------------------------------------

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ktft import ops
-from ktft.weights import ExpertWeights, lora_shapes
+from ktft import formats, ops
+from ktft.formats import Encoding
+from ktft.weights import BLOCKS, CODED, PLAIN, ExpertWeights, lora_shapes
 from tests.coded import ENCODINGS, coded_experts
 
 
@@ -30,15 +31,21 @@ def step(weights, dtype, tokens, *, seed=1, save=True, adapters=1):
 LEVELS = [*ops.cpu_report()["levels"], *ops.TEST_LEVELS]
 
 # Sizes with whole blocks, and with edges of blocks, panels, parts and vectors.
-SIZES = {"whole": (256, 128), "edges": (352, 96), "parts": (1184, 160)}
+SIZES = [(256, 128), (352, 96), (1184, 160)]
+BLOCKS_OF_256 = [(256, 256), (1280, 256)]
+
+
+def sizes_for(encoding: Encoding) -> list[tuple[int, int]]:
+    """Those that its groups divide."""
+    group = 1 if encoding.edges else encoding.group or 1
+    return [sizes for sizes in SIZES if all(size % group == 0 for size in sizes)] or BLOCKS_OF_256
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("isa", LEVELS)
 @pytest.mark.parametrize("name", ENCODINGS)
 def test_the_bits_of_decoded_matrices(name, isa, dtype):
-    sizes = SIZES if name != "int4-128" else {"whole": (256, 128)}
-    for hidden, intermediate in sizes.values():
+    for hidden, intermediate in sizes_for(ENCODINGS[name][0]):
         coded, plain = coded_experts(name, 3, hidden, intermediate, dtype)
         with ops.override(isa=isa, threads=2):
             for tokens in (3, 60):
@@ -52,7 +59,7 @@ def test_the_bits_of_decoded_matrices(name, isa, dtype):
 def test_the_bits_of_every_second_column(isa, dtype):
     """Plain gpt-oss: gate and up share rows of the transpose, element by element."""
     for stored in (torch.bfloat16, torch.float16, torch.float32):
-        for hidden, intermediate in SIZES.values():
+        for hidden, intermediate in SIZES:
             generator = torch.Generator().manual_seed(2)
             gate_up, down = (
                 (torch.randn(3, *shape, generator=generator) / 8).to(stored)
@@ -66,3 +73,13 @@ def test_the_bits_of_every_second_column(isa, dtype):
                 for tokens in (3, 60):
                     pairs = zip(step(in_turn, dtype, tokens), step(apart, dtype, tokens), strict=True)
                     assert all(torch.equal(ours, truth) for ours, truth in pairs), (stored, hidden, tokens)
+
+
+def test_every_format_is_held_to_the_reference():
+    """What files are read in, what the kernels take, and what is compared here."""
+    stored = {*PLAIN, *CODED, *BLOCKS}
+    not_for_experts = {name for name, _, _ in formats.OTHER_BLOCKS.values()}
+    assert stored == {*formats.FORMATS, "int8_plain"} - not_for_experts
+    assert not_for_experts < formats.FORMATS.keys()
+    compared = {coded_experts(name, 1, 256, 256, torch.float32)[0].gate.format for name in ENCODINGS}
+    assert compared == stored - {"bf16", "fp32"}

@@ -291,8 +291,6 @@ def test_dense_models_and_other_models(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"quant_method": "bitsandbytes"}, r"quant_method 'bitsandbytes' is not supported; supported are fp8, mxfp4"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128}, r"experts stored as GPTQ are not supported"),
-        ({"quant_method": "awq", "bits": 4, "group_size": 128}, r"experts stored as AWQ are not supported"),
         ({"quant_method": "gptq", "bits": 3}, r"bits is 3; expected 4"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, r"fmt is 'e5m2'; expected e4m3"),
     ],

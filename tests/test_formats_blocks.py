@@ -100,6 +100,18 @@ def test_every_block_type_equals_the_gguf_package(kind: str) -> None:
     assert torch.equal(rounded, torch.from_numpy(expected).bfloat16())
 
 
+@pytest.mark.parametrize("kind", formats.OTHER_BLOCKS)
+def test_other_block_types_are_the_gguf_packages(kind: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    number = gguf.GGMLQuantizationType[kind]
+    _, columns, size = formats.OTHER_BLOCKS[kind]
+    assert (columns, size) == gguf.GGML_QUANT_SIZES[number]
+    rows = np.random.default_rng(0).integers(0, 64, (6, 3 * size), dtype=np.uint8)
+    out = formats.dequantize(formats.gguf(kind), {"codes": torch.from_numpy(rows)}, torch.float32)
+    assert out.shape == (6, 3 * columns)
+    assert torch.equal(out, torch.from_numpy(gguf.quants.dequantize(rows, number)))
+
+
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "MXFP4"])
 def test_what_the_gguf_package_writes_is_close_to_what_it_was(kind: str) -> None:
     gguf = pytest.importorskip("gguf")

@@ -239,7 +239,7 @@ def test_a_file_that_changes_during_the_load_is_an_error(checkpoint: Path, monke
         ("./nowhere", {}, "is not a directory"),
         ("/no/where", {}, "is not a directory"),
         ("a/b/c", {}, "is not a directory"),
-        (None, {"revision": "main"}, "has no meaning for the local directory"),
+        (None, {"revision": "main"}, "has no meaning for the local path"),
     ],
 )
 def test_paths_that_lead_nowhere(checkpoint: Path, path: str | None, kwargs: dict[str, str], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from ktft import cli
 from ktft.checkpoint import CheckpointError
 from ktft.model import load_model
 from tests.quantised import Written, write
 from tests.test_model_errors import assert_nothing_is_left_patched
+from tests.tiny_chat import tiny_tokenizer
+from tests.tiny_train import tiny_data
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj"
 OTHER = "model.layers.0.self_attn.q_proj"
@@ -53,6 +57,12 @@ def set_bytes(tensors: Tensors, name: str, row: int, column: int, value: int) ->
         ("int4-g32", "weight_shape", None, "is missing"),
         ("int4-g32", "weight_packed", None, r"which has '.*weight_packed'"),
         ("int4-g32", "weight_packed", lambda t: t.long(), "weight_packed' of dtype I32"),
+        ("gptq-g32", "qzeros", None, r"is missing: .*gptq \(groups of 32"),
+        ("gptq-g32", "qzeros", lambda t: t[:-1].clone(), r"expected shape \[5, \d+\]"),
+        ("gptq-g32", "g_idx", lambda t: t[:-1].clone(), r"expected shape \[160\]"),
+        ("awq-g32", "qzeros", None, r"is missing: .*awq \(groups of 32"),
+        ("awq-g32", "qzeros", lambda t: t[:, :-1].clone(), r"expected shape \[5, \d+\]"),
+        ("awq-g32", "scales", lambda t: t.double(), "expected dtype F16 or BF16 or F32"),
         ("mxfp4", "weight_scale", lambda t: t.T.contiguous(), r"expected shape \[\d+, 5\]"),
         ("nvfp4-compressed", "weight_global_scale", None, "is missing"),
         ("nvfp4-modelopt", "weight_scale_2", None, "is missing"),
@@ -172,6 +182,21 @@ def test_plain_experts_are_checked_when_asked_for(tmp_path: Path) -> None:
     load_model(written.plain)
 
 
+@pytest.mark.parametrize("base", [EXPERT, OTHER])
+def test_columns_in_order_of_activation_are_refused_in_any_case(tmp_path: Path, base: str) -> None:
+    """Experts' are never decoded while a model loads; trained on, every weight would be another's."""
+    written = quantised("gptq-g32", tmp_path, lambda t: t[f"{base}.g_idx"].copy_(t[f"{base}.g_idx"].roll(1)))
+    refused(written, rf"'{base}\.g_idx': column 0 is in group 4, expected 0: .*\(act-order, desc_act\)")
+
+
+def test_columns_that_may_be_in_any_order_need_their_index(tmp_path: Path) -> None:
+    written = quantised("gptq-g32", tmp_path)
+    written.edit_config(lambda config: config["quantization_config"].update(desc_act=True))
+    load_model(written.directory)
+    written.edit(lambda t: t.pop(f"{EXPERT}.g_idx"))
+    refused(written, rf"'{EXPERT}\.g_idx' is missing")
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0])
 def test_global_divisors_are_read_in_any_case(tmp_path: Path, value: float) -> None:
     written = quantised("nvfp4-compressed", tmp_path, lambda t: t[f"{EXPERT}.weight_global_scale"].fill_(value))
@@ -219,7 +244,82 @@ def test_experts_of_another_size_than_the_config_says(tmp_path: Path) -> None:
     refused(written, r"gate_proj\.weight_packed': expected shape \[64, 160\] by the config, found \[96, 160\] as int4")
 
 
-def test_experts_in_a_format_that_the_kernels_lack(tmp_path: Path) -> None:
-    """int8 as compressed-tensors writes it for models whose activations are int8 as well."""
-    message = r"experts\.0\.gate_proj\.weight' is stored as int8 that is not packed, which ktft does not compute with"
-    refused(quantised("int8-plain", tmp_path), message)
+# --- through ktft train -----------------------------------------------------------------------------------------------
+
+
+def cut_groups(tensors: Tensors, columns: int) -> None:
+    """Scales of compressed-tensors as many as groups of ``columns`` begin in a row."""
+    for key in [key for key in tensors if key.endswith("weight_scale")]:
+        groups = -(-tensors[key].shape[1] * 32 // columns)
+        tensors[key] = tensors[key][:, :groups].clone()
+
+
+def group_size(config: dict[str, Any], columns: int) -> None:
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = columns
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "change_config", "message"),
+    [
+        (
+            "fp8-block",
+            lambda t: t.pop(f"{EXPERT}.weight_scale_inv"),
+            None,
+            rf"tensor '{EXPERT}\.weight_scale_inv' is missing",
+        ),
+        (
+            "mxfp4",
+            lambda t: t.update({f"{EXPERT}.weight_scale": t[f"{EXPERT}.weight_scale"].T.contiguous()}),
+            None,
+            rf"tensor '{EXPERT}\.weight_scale': expected shape \[96, 5\] .*found \[5, 96\]",
+        ),
+        (
+            "int4-g32",
+            lambda t: cut_groups(t, 64),
+            lambda c: group_size(c, 64),
+            r"tensor 'model\.layers\.0\..*weight_packed': the 96 columns of the matrix are no multiple of 64",
+        ),
+        (
+            "int4-g32",
+            None,
+            lambda c: c["quantization_config"].update(quant_method="quanto"),
+            "quant_method 'quanto' is not supported",
+        ),
+        (
+            "fp8-block",
+            lambda t: set_bytes(t, f"{EXPERT}.weight", 90, 7, 0x7F),
+            None,
+            rf"tensor '{EXPERT}\.weight': the weight at row 90, column 7 decodes to nan",
+        ),
+        (
+            "int4-g32",
+            lambda t: t[f"{EXPERT}.weight_shape"].fill_(7),
+            None,
+            rf"tensor '{EXPERT}\.weight_shape' says \[7, 7\]",
+        ),
+    ],
+)
+def test_train_ends_with_one_line_and_writes_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    change: Change | None,
+    change_config: Callable[[dict[str, Any]], object] | None,
+    message: str,
+) -> None:
+    written = quantised(name, tmp_path, change or (lambda t: None))
+    if change_config is not None:
+        written.edit_config(change_config)
+    tiny_tokenizer().save_pretrained(written.directory)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model_name_or_path: {written.directory}\nstage: sft\nfinetuning_type: lora\nlora_target: all\n"
+        f"dataset: {tiny_data(tmp_path)}\noutput_dir: {tmp_path / 'out'}\nmax_steps: 1\ndevice: cpu\n"
+    )
+    files = lambda: {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}  # noqa: E731
+    before = files()
+    assert cli.main(["train", str(recipe), "--check-weights"]) == 1
+    assert files() == before
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.match(f"ktft: error: .*{message}", error), error
+    assert_nothing_is_left_patched()

@@ -1,13 +1,17 @@
-"""Loading a quantised checkpoint streams: at the peak there is one tensor more than the result, and no expert."""
+"""Loading a quantised checkpoint or a GGUF file streams: at the peak there is one tensor more than the result, and no
+expert."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
-from tests.load_memory import write_large
+import pytest
+
+from tests.load_memory import write_large, write_large_gguf
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
@@ -15,8 +19,9 @@ SLACK = 24 * MIB
 """A few rows in fp32 while they are decoded (4 MiB a tensor), stacks and arenas of transformers' loader threads."""
 
 
-def test_loading_holds_one_tensor_beside_the_result(tmp_path: Path) -> None:
-    write_large(tmp_path)
+@pytest.mark.parametrize("writer", [write_large, write_large_gguf])
+def test_loading_holds_one_tensor_beside_the_result(writer: Callable[[Path], object], tmp_path: Path) -> None:
+    writer(tmp_path)
     ran = subprocess.run(
         [sys.executable, "-m", "tests.load_memory", str(tmp_path)],
         cwd=ROOT,

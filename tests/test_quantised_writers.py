@@ -131,6 +131,7 @@ def test_fp8_saved_by_transformers(tmp_path: Path, family: str, monkeypatch: pyt
 
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4-g32": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}),
+    "int8-plain": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
     "int8": ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
     "fp8-channel": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
     "nvfp4-compressed": (

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -24,15 +22,6 @@ from ktft.train import exact_match
 from tests.tiny_chat import tiny_tokenizer
 
 ROOT = Path(__file__).parents[1]
-
-
-@pytest.fixture(scope="module")
-def upcycle() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("upcycle", ROOT / "examples/upcycle.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def dense_model(config_class=LlamaConfig, **overrides):

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV2Config,
     DeepseekV3Config,
+    Glm4MoeConfig,
     GptOssConfig,
     MixtralConfig,
     OlmoeConfig,
@@ -30,6 +32,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 FAMILIES = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "gpt_oss")
+"""Those that every test of families runs with; :func:`tiny_config` knows more."""
 FUSED = ("gpt_oss",)
 """Families whose files hold the experts of a layer in one tensor."""
 
@@ -114,6 +117,46 @@ _FAMILY: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
         },
     ),
+    "deepseek_v2": (
+        DeepseekV2Config,
+        {
+            "intermediate_size": 56,
+            "moe_intermediate_size": 24,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": False,
+            "num_key_value_heads": 4,
+            "kv_lora_rank": 16,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 12,
+        },
+    ),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        {
+            "intermediate_size": 56,
+            "moe_intermediate_size": 24,
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 8,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 3,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.8,
+            "norm_topk_prob": True,
+            "head_dim": 12,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
 }
 
 
@@ -157,7 +200,7 @@ def tiny_checkpoint(
     """Write a tiny checkpoint with the stock ``save_pretrained`` and return its directory.
 
     Args:
-        family: one of :data:`FAMILIES`.
+        family: one of :data:`FAMILIES`, or another that :func:`tiny_config` knows.
         directory: created if missing.
         seed: same seed and fields, same bytes.
         dtype: of the tensors on disk.

@@ -45,6 +45,9 @@ struct Int8Codes : RunOfHalves<Int8Codes> {
     return Vec::sub(Vec::to_float(Vec::bytes(row + col, lanes)), Vec::set1(128.0f));
   }
 };
+struct Int8PlainCodes : RunOfHalves<Int8PlainCodes> {
+  static Vec::F load(const char* row, int64_t col, int lanes) { return Vec::to_float(Vec::signed_bytes(row + col, lanes)); }
+};
 alignas(64) constexpr float kInt4Values[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
 alignas(64) constexpr float kE2m1Values[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6};
 template <const float* table>
@@ -86,10 +89,11 @@ inline void decode_scaled(const Stored& source, int64_t rows, int64_t cols, char
   const Scales& scales = source.scales;
   const int64_t first_group = source.col / scales.columns, first_end = (first_group + 1) * scales.columns - source.col;
   const char* codes = source.data + source.row * source.stride;
+  const int64_t first_byte = bytes_of(source.format, source.col), bytes = bytes_of(source.format, cols);
   for (int64_t row = 0; row < rows; ++row, codes += source.stride, words += word_stride) {
     const char* const scale_row = scales.data + (source.row + row + scales.first_row) / scales.rows * scales.stride;
-    for (int64_t byte = 0; byte < (cols * bits_of(source.format) + 7) / 8; byte += 64)
-      __builtin_prefetch(codes + kCodesAhead * source.stride + source.col * bits_of(source.format) / 8 + byte);
+    for (int64_t byte = 0; byte < bytes; byte += 64)
+      __builtin_prefetch(codes + kCodesAhead * source.stride + first_byte + byte);
     alignas(64) float scale[kSome];
     int64_t begin = 0, end = first_end;
     for (int64_t group = first_group; begin < cols; group += kSome) {
@@ -144,6 +148,9 @@ inline void decode_unscaled(const Stored& source, int64_t rows, int64_t cols, ch
   }
 }
 
+#include "decode_blocks.inl"
+#include "decode_zeros.inl"
+
 // Rows of codes -> rows of words, padded with zeros to a whole word.
 template <class Mode>
 inline void decode_codes(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride) {
@@ -163,10 +170,28 @@ inline void decode_codes(const Stored& source, int64_t rows, int64_t cols, char*
       return decode_rows_of<Mode, Fp8Codes>(source, rows, cols, words, word_stride);
     case kInt8:
       return decode_rows_of<Mode, Int8Codes>(source, rows, cols, words, word_stride);
+    case kInt8Plain:
+      return decode_rows_of<Mode, Int8PlainCodes>(source, rows, cols, words, word_stride);
+    case kGptq:
+      return decode_with_zeros<Mode, GptqCodes>(source, rows, cols, words, word_stride);
+    case kAwq:
+      return decode_with_zeros<Mode, AwqCodes>(source, rows, cols, words, word_stride);
     case kInt4:
       return decode_rows_of<Mode, TableCodes<kInt4Values>>(source, rows, cols, words, word_stride);
     case kMxfp4:
     case kNvfp4:
       return decode_rows_of<Mode, TableCodes<kE2m1Values>>(source, rows, cols, words, word_stride);
+    case kQ8_0:
+      return decode_blocks<Mode, Q8_0>(source, rows, cols, words, word_stride);
+    case kQ4_0:
+      return decode_blocks<Mode, Q4_0>(source, rows, cols, words, word_stride);
+    case kQ4_1:
+      return decode_blocks<Mode, Q4_1>(source, rows, cols, words, word_stride);
+    case kQ4_K:
+      return decode_blocks<Mode, Q4_K>(source, rows, cols, words, word_stride);
+    case kQ6_K:
+      return decode_blocks<Mode, Q6_K>(source, rows, cols, words, word_stride);
+    case kGgufMxfp4:
+      return decode_blocks<Mode, GgufMxfp4>(source, rows, cols, words, word_stride);
   }
 }

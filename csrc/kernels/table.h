@@ -29,7 +29,8 @@ constexpr int kPartWords = 512;  // of a reduction: a panel of 128 KiB
 constexpr int kChunk = 192;      // rows of a C tile: 48 KiB, which leaves L2 to the operands
 
 // Of stored elements. The first two are also those of words; for the others a decoder makes words, see decode.inl. In an
-// every-second format as many elements of something else lie between a row's elements.
+// every-second format as many elements of something else lie between a row's elements. From kQ8_0 on, rows are blocks that
+// hold their own scales.
 enum Format : int {
   kBf16,
   kFp32,
@@ -39,14 +40,34 @@ enum Format : int {
   kInt4,
   kMxfp4,
   kNvfp4,
+  kInt8Plain,
+  kGptq,
+  kAwq,
   kEverySecondBf16,
   kEverySecondFp32,
-  kEverySecondFp16
+  kEverySecondFp16,
+  kQ8_0,
+  kQ4_0,
+  kQ4_1,
+  kQ4_K,
+  kQ6_K,
+  kGgufMxfp4
 };
-constexpr int kFormats = 11;
-constexpr int bits_of(Format format) {  // from one element to the next
-  constexpr int bits[kFormats] = {16, 32, 16, 8, 8, 4, 4, 4, 32, 64, 32};
-  return bits[format];
+constexpr int kFormats = 20;
+// The smallest part of stored rows that is whole bytes. Where it is of several rows, a stride leads to the next so many.
+struct Packing {
+  int bytes, columns, rows = 1;
+};
+__attribute__((always_inline)) constexpr Packing packing_of(Format format) {
+  constexpr Packing packings[kFormats] = {{2, 1},   {4, 1},   {2, 1},    {1, 1},     {1, 1},     {1, 2},  {1, 2},
+                                          {1, 2},   {1, 1},   {4, 1, 8}, {4, 8},     {4, 1},     {8, 1},  {4, 1},
+                                          {34, 32}, {18, 32}, {20, 32},  {144, 256}, {210, 256}, {17, 32}};
+  return packings[format];
+}
+// Bytes that columns of a row take; inside a block of several parts about so.
+__attribute__((always_inline)) constexpr int64_t bytes_of(Format format, int64_t columns) {
+  const Packing packing = packing_of(format);
+  return columns * packing.bytes / packing.columns;
 }
 constexpr bool is_direct(Format format) { return format <= kFp32; }
 
@@ -63,26 +84,39 @@ struct Scales {
   bool divides = false;
 };
 
+// Codes that mean zero, of four bits, as the format packs its own along a row: element (i, j) has that of row i / rows of the
+// scales, and of column j; if `less_one`, it is what is stored plus 1, modulo 16.
+struct ZeroPoints {
+  const char* data = nullptr;
+  ptrdiff_t stride = 0;  // bytes
+  bool less_one = false;
+};
+
 // Elements of a stored matrix, from row `row` and column `col` on; direct ones begin at `data` itself.
 struct Stored {
   const char* data = nullptr;  // null: nothing
   ptrdiff_t stride = 0;        // bytes between stored rows
   Format format = kBf16;
   Scales scales = {};
+  ZeroPoints zeros = {};
   int64_t row = 0, col = 0;
 
   // The same from `rows` and `cols` further on. Always inlined: a copy of its own would be a weak symbol with a level's flags.
   __attribute__((always_inline)) Stored from(int64_t rows, int64_t cols) const {
     Stored further = *this;
     if (is_direct(format)) {
-      further.data += rows * stride + cols * (bits_of(format) / 8);
+      further.data += rows * stride + bytes_of(format, cols);
     } else {
       further.row += rows;
       further.col += cols;
     }
     return further;
   }
-  __attribute__((always_inline)) const char* codes() const { return data + row * stride + col * bits_of(format) / 8; }
+  // Where row `row + rows` lies.
+  __attribute__((always_inline)) const char* line(int64_t rows = 0) const {
+    return data + (row + rows) / packing_of(format).rows * stride;
+  }
+  __attribute__((always_inline)) const char* codes() const { return line() + bytes_of(format, col); }
 };
 
 // The words of rows the other way round: rows in groups of 16, the last group of what is left; a group of n rows as [words][n].

@@ -63,6 +63,17 @@ struct Vec {
     const W pairs = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(int32_t(four)));
     return _mm256_or_si256(pairs, _mm256_slli_epi64(pairs, 28));
   }
+  static W signed_bytes(const char* p, int n) {
+    uint64_t eight = 0;
+    memcpy(&eight, p, size_t(n));
+    return _mm256_cvtepi8_epi32(_mm_cvtsi64_si128(int64_t(eight)));
+  }
+  static W shifted(W x, int right) { return _mm256_srl_epi32(x, _mm_cvtsi32_si128(right)); }
+  // The same of a word of eight columns, in AWQ's order; `col` is a multiple of eight.
+  static W awq(const char* row, int64_t col, int) {
+    const W shifts = _mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28);
+    return _mm256_srlv_epi32(broadcast(row + col / 2), shifts);
+  }
   static F lookup16(const float* table, W index) {
     const F low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), index);
     const F high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), index);
@@ -73,6 +84,12 @@ struct Vec {
     alignas(16) uint16_t halves[8] = {0};
     memcpy(halves, p, size_t(n) * 2);
     return _mm256_cvtph_ps(_mm_load_si128(reinterpret_cast<const __m128i*>(halves)));
+  }
+  // One number in all lanes.
+  static F half(const char* p) {
+    int16_t bits;
+    memcpy(&bits, p, 2);
+    return _mm256_cvtph_ps(_mm_set1_epi16(bits));
   }
   static F e8m0(W code) {  // 2^(code - 127): 0 is subnormal, 255 NaN
     W bits = _mm256_slli_epi32(code, 23);

@@ -40,9 +40,25 @@ struct Vec {
     const W pairs = _mm512_cvtepu8_epi64(_mm_maskz_loadu_epi8(mask((n + 1) / 2), p));
     return _mm512_or_si512(pairs, _mm512_slli_epi64(pairs, 28));
   }
+  static W signed_bytes(const char* p, int n) { return _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(mask(n), p)); }
+  static W shifted(W x, int right) { return _mm512_srl_epi32(x, _mm_cvtsi32_si128(right)); }
+  // The same of two words of eight columns, in AWQ's order; `col` is a multiple of eight, and so is n.
+  static W awq(const char* row, int64_t col, int n) {
+    const __m128i words = _mm_maskz_loadu_epi32(__mmask8((1 << n / 8) - 1), row + col / 2);
+    const W each = _mm512_permutexvar_epi32(_mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(1), 1),
+                                            _mm512_castsi128_si512(words));
+    const W shifts = _mm512_broadcast_i64x4(_mm256_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28));
+    return _mm512_srlv_epi32(each, shifts);
+  }
   static F lookup16(const float* table, W index) { return _mm512_permutexvar_ps(index, _mm512_load_ps(table)); }
   static F to_float(W x) { return _mm512_cvtepi32_ps(x); }
   static F load_fp16_n(const char* p, int n) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask(n), p)); }
+  // One number in all lanes.
+  static F half(const char* p) {
+    int16_t bits;
+    __builtin_memcpy(&bits, p, 2);
+    return _mm512_cvtph_ps(_mm256_set1_epi16(bits));
+  }
   static F e8m0(W code) {  // 2^(code - 127): 0 is subnormal, 255 NaN
     W bits = _mm512_slli_epi32(code, 23);
     bits = _mm512_mask_mov_epi32(bits, _mm512_testn_epi32_mask(code, code), _mm512_set1_epi32(0x00400000));
@@ -72,6 +88,48 @@ struct Vec {
     const W half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
     const W index = _mm512_ternarylogic_epi32(pairs, _mm512_set1_epi16(15), half, 0xea);  // pairs & 15 | half
     _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, products));
+  }
+  // 32 codes of four bits as 16-bit lanes: of 16 bytes first the low halves, then the high ones; or each half of 32 bytes.
+  static W halves_apart(const char* p) {
+    const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const W both = _mm512_inserti64x4(_mm512_castsi256_si512(bytes), _mm256_srli_epi16(bytes, 4), 1);
+    return _mm512_and_si512(both, _mm512_set1_epi16(15));
+  }
+  static void halves_of_each(const char* p, W halves[2]) {
+    const W bytes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    halves[0] = _mm512_and_si512(bytes, _mm512_set1_epi16(15));
+    halves[1] = _mm512_srli_epi16(bytes, 4);
+  }
+  // What such codes stand for, once for all of them.
+  static void lookup_wide_run(char* out, W codes, F values) {
+    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(codes, _mm512_castsi256_si512(to_bf16(values))));
+  }
+  // 64 codes, less 32, times a factor for each 16: four bits in one half of 64 bytes, two of each of 32 bytes, then the next
+  // two.
+  static void six_bits_run(char* out, const char* low, const char* high, int half, const float* factors) {
+    const W lower = _mm512_srl_epi16(_mm512_loadu_si512(low), _mm_cvtsi32_si128(4 * half));
+    const W twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(high)));
+    const W counts = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(2), 1);
+    const W upper = _mm512_srlv_epi16(twice, _mm512_add_epi16(counts, _mm512_set1_epi16(short(4 * half))));
+    const W codes = _mm512_sub_epi8(_mm512_or_si512(_mm512_and_si512(lower, _mm512_set1_epi8(15)),
+                                                    _mm512_slli_epi16(_mm512_and_si512(upper, _mm512_set1_epi8(3)), 4)),
+                                    _mm512_set1_epi8(32));
+    const auto part = [&](__m128i bytes, int i) { return mul(to_float(_mm512_cvtepi8_epi32(bytes)), set1(factors[i])); };
+    store_run(out, part(_mm512_castsi512_si128(codes), 0), part(_mm512_extracti32x4_epi32(codes, 1), 1));
+    store_run(out + 64, part(_mm512_extracti32x4_epi32(codes, 2), 2), part(_mm512_extracti32x4_epi32(codes, 3), 3));
+  }
+  // The eight scales and eight offsets of a block of Q4_K, see decode_blocks.inl.
+  static void six_bit_numbers(const char* block, float* numbers) {
+    const __m128i packed = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block));  // two fp16 numbers, three words
+    const __m128i lower = _mm_and_si128(_mm_srlv_epi32(_mm_shuffle_epi32(packed, 0xed), _mm_setr_epi32(0, 0, 0, 4)),
+                                        _mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f));
+    const __m128i upper =
+        _mm_and_si128(_mm_srli_epi32(_mm_shuffle_epi32(packed, 0x84), 2), _mm_setr_epi32(0, 0x30303030, 0, 0x30303030));
+    const W codes = _mm512_cvtepu8_epi32(_mm_or_si128(lower, upper));
+    const W second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(1), 1);
+    const F halves = _mm512_permutexvar_ps(second, _mm512_cvtph_ps(_mm256_castsi128_si256(packed)));
+    const W sign = _mm512_slli_epi32(second, 31);
+    store(numbers, mul(to_float(codes), floats(_mm512_xor_si512(words(halves), sign))));
   }
   static void e4m3_run(char* out, const char* codes, float low, float high) {
     const W code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));

@@ -90,6 +90,26 @@ struct Vec {
     for (int i = 0; i < n; ++i) x.lane[i] = uint8_t(p[i / 2]) >> 4 * (i % 2) & 15;
     return x;
   }
+  static W signed_bytes(const char* p, int n) {
+    W x = bytes(p, n);
+    for (uint32_t& lane : x.lane) lane = uint32_t(int32_t(int8_t(lane)));
+    return x;
+  }
+  static W shifted(W x, int right) {
+    for (uint32_t& lane : x.lane) lane >>= right;
+    return x;
+  }
+  // From column `col` of a row of words of eight columns, in AWQ's order. Bits above the lowest four are anything.
+  static W awq(const char* row, int64_t col, int n) {
+    W x = {{0, 0, 0, 0}};
+    for (int i = 0; i < n; ++i) {
+      const int column = int((col + i) % 8);
+      uint32_t word;
+      memcpy(&word, row + (col + i) / 8 * 4, 4);
+      x.lane[i] = word >> (column / 2 + column % 2 * 4) * 4;
+    }
+    return x;
+  }
   static F lookup16(const float* table, W index) {
     return each([&](int i) { return table[index.lane[i] & 15]; });
   }
@@ -106,6 +126,8 @@ struct Vec {
       return sign * ldexpf(float(exponent ? mantissa + 1024 : mantissa), (exponent ? exponent : 1) - 25);
     });
   }
+  // One number in all lanes.
+  static F half(const char* p) { return set1(load_fp16_n(p, 1).lane[0]); }
   static F e8m0(W code) {  // 2^(code - 127); 255 is NaN
     return each([&](int i) { return code.lane[i] == 255 ? NAN : ldexpf(1.0f, int(code.lane[i]) - 127); });
   }

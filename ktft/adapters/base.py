@@ -16,24 +16,29 @@ from transformers import PreTrainedModel
 
 from ktft.adapters.config import AdapterError, module_name
 from ktft.experts import CpuExperts
+from ktft.gguf_families import read_config
+from ktft.gguf_file import find_gguf, read_gguf
 from ktft.mapping import FileMapping
 
 _MERGED = "ktft_merged"
 
 
-def base_directory(model: PreTrainedModel) -> Path | None:
-    """The absolute path of the directory the model was loaded from; None if it came from the hub or is not known.
+def base_path(model: PreTrainedModel) -> Path | None:
+    """The absolute path of the directory or GGUF file the model was loaded from; None if it came from the hub or is not
+    known.
 
     The name that the model was loaded by may be relative, and the working directory another one since; then the mapped
     files tell.
     """
     if not model.name_or_path:
         return None
-    if os.path.isdir(model.name_or_path):
+    if os.path.exists(model.name_or_path):
         return Path(os.path.abspath(model.name_or_path))
     for module in model.modules():
         owner = module.weights.owner if isinstance(module, CpuExperts) and module.weights is not None else None
         for mapping in owner if isinstance(owner, tuple) else ():
+            if isinstance(mapping, FileMapping) and mapping.path.suffix == ".gguf":
+                return find_gguf(mapping.path)
             if isinstance(mapping, FileMapping) and (mapping.path.parent / "config.json").is_file():
                 return mapping.path.parent
     return None
@@ -41,21 +46,24 @@ def base_directory(model: PreTrainedModel) -> Path | None:
 
 def base_name(model: PreTrainedModel) -> str | None:
     """What to write as ``base_model_name_or_path``: an absolute path, or the hub id."""
-    directory = base_directory(model)
-    return str(directory) if directory is not None else model.name_or_path or None
+    path = base_path(model)
+    return str(path) if path is not None else model.name_or_path or None
 
 
 def base_revision(model: PreTrainedModel) -> str | None:
     """The commit of a model from the hub, if its config says so."""
     revision = vars(model.config).get("_commit_hash")
-    return revision if isinstance(revision, str) and base_directory(model) is None else None
+    return revision if isinstance(revision, str) and base_path(model) is None else None
 
 
 def published_vocabulary(model: PreTrainedModel) -> int | None:
-    """``vocab_size`` by the base's own config.json; None where that cannot be had without the network."""
-    base = base_name(model)
+    """``vocab_size`` by the base's own config; None where that cannot be had without the network."""
+    base, path = base_name(model), base_path(model)
     if base is None:
         return None
+    file = None if path is None else find_gguf(path)
+    if file is not None:
+        return int(read_config(read_gguf(file)).get_text_config().vocab_size)
     try:
         config = type(model.config).from_pretrained(
             base, local_files_only=True, revision=base_revision(model) or "main"
@@ -109,8 +117,8 @@ def refuse_trained_base(model: nn.Module) -> None:
 
 
 __all__ = [
-    "base_directory",
     "base_name",
+    "base_path",
     "base_revision",
     "mark_merged",
     "published_vocabulary",

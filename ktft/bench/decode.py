@@ -30,6 +30,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,7 +46,8 @@ from ktft.bench.report import Report
 from ktft.bench.settings import check_isa, tidy, torch_threads
 from ktft.chat import Sampling
 from ktft.experts import CpuExperts
-from ktft.weights import CODED, PLAIN
+from ktft.gguf_file import find_gguf
+from ktft.weights import stored_bytes
 
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 PROMPT_SEED = 0
@@ -262,8 +264,7 @@ def bytes_per_token(model: Any) -> int:
     for module in model.modules():
         if isinstance(module, CpuExperts) and module.weights is not None:
             stored = (module.weights.gate, module.weights.up, module.weights.down)
-            bits = sum(8 * PLAIN[m.format].itemsize if m.format in PLAIN else CODED[m.format] for m in stored)
-            experts += module.hidden_size * module.intermediate_size * bits // 8
+            experts += sum(stored_bytes(m.format, module.hidden_size * module.intermediate_size) for m in stored)
     base = _base(model)
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -290,6 +291,10 @@ def _base(model: Any) -> Any:
 
 def _load(settings: Settings) -> list[Side]:
     path = os.path.expanduser(settings.model)
+    if settings.vs == "hf" and os.path.exists(path) and find_gguf(Path(path)) is not None:
+        raise ValueError(
+            f"--vs hf needs a directory of safetensors files, which transformers loads too; {path} is GGUF"
+        )
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     base: Any = ktft.load_model(path, device=device)
     dtype = base.dtype

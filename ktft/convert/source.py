@@ -18,6 +18,7 @@ from ktft.checkpoint import INDEX_FILE, MODELOPT_FILE, Checkpoint, CheckpointErr
 from ktft.decoding import CodedSlice
 from ktft.expert_layout import ExpertSource, Tensor
 from ktft.formats import TORCH_DTYPES
+from ktft.gguf_file import find_gguf
 from ktft.model import Outline, map_experts, read_outline
 from ktft.weights import PLAIN
 
@@ -86,10 +87,12 @@ def open_source(directory: Path) -> Source:
     Raises:
         UnsupportedModelError: ktft cannot compute this family's experts.
         CheckpointError: the directory does not hold a complete checkpoint, or experts that cannot be converted.
-        ValueError: it is no directory.
+        ValueError: it is no directory, or one of a GGUF model.
     """
     if not directory.is_dir():
         raise ValueError(f"{directory} is not a directory; expected one with config.json and safetensors files")
+    if find_gguf(directory) is not None:
+        raise ValueError(f"{directory} holds a GGUF model; expected a directory with config.json and safetensors files")
     outline = read_outline(directory)
     checkpoint = Checkpoint(directory, outline.config_file)
     for tensor in checkpoint.tensors.values():

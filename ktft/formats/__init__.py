@@ -21,12 +21,13 @@ from ktft.formats.encoding import Dimension, Encoding, Header, Matrix, Role, Sto
 from ktft.formats.floats import PLAIN_DTYPES, plain
 from ktft.formats.fp4 import mxfp4, mxfp4_blocks, nvfp4_compressed, nvfp4_modelopt
 from ktft.formats.fp8 import fp8_block, fp8_channel, fp8_tensor, mxfp8
-from ktft.formats.gguf_blocks import GGUF_BLOCKS, gguf
+from ktft.formats.gguf_blocks import GGUF_BLOCKS, OTHER_BLOCKS, gguf
 from ktft.formats.gptq_awq import awq, gptq
 from ktft.formats.integers import int8, int8_tensor, int_packed
 from ktft.formats.schemes import quantization_config, read_scheme
 from ktft.formats.table import (
     FORMATS,
+    check_order,
     check_values,
     dequantize,
     encode,
@@ -41,6 +42,7 @@ __all__ = [
     "DTYPE_NAMES",
     "FORMATS",
     "GGUF_BLOCKS",
+    "OTHER_BLOCKS",
     "PLAIN_DTYPES",
     "TORCH_DTYPES",
     "WRITTEN",
@@ -53,6 +55,7 @@ __all__ = [
     "StoredMatrix",
     "StoredTensor",
     "awq",
+    "check_order",
     "check_values",
     "dequantize",
     "detect",

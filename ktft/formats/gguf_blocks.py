@@ -13,6 +13,8 @@ numbers (exact in fp32), every product but Q6_K's second exact, so that fused mu
 - MXFP4, 32 columns: e8m0 exponent e, 16 bytes of e2m1. code · 2^(e − 127), as in ``fp4.py``: 255 is NaN, and code 8 is
   −0. ggml writes this as an integer twice the code times 2^(e − 128): the same numbers, but for +0 and exponent 255.
 
+Other types, of which there are many, are decoded by the ``gguf`` package.
+
 Within a block of 32 (Q4_K: within each 64 columns) a byte's low half belongs to the first half of the columns and its
 high half to the second: byte i holds columns i and i + 16 (Q4_K: i and i + 32).
 """
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 
 from ktft.formats.arithmetic import E2M1, e8m0, scale_columns
@@ -36,21 +39,50 @@ GGUF_BLOCKS: dict[str, tuple[str, int, int]] = {
 }
 """GGUF type -> format, columns of a block, bytes of a block. F32, F16 and BF16 are plain formats."""
 
+OTHER_BLOCKS: dict[str, tuple[str, int, int]] = {
+    "Q5_0": ("q5_0", 32, 22),
+    "Q5_1": ("q5_1", 32, 24),
+    "Q2_K": ("q2_k", 256, 84),
+    "Q3_K": ("q3_k", 256, 110),
+    "Q5_K": ("q5_k", 256, 176),
+    "IQ1_S": ("iq1_s", 256, 50),
+    "IQ1_M": ("iq1_m", 256, 56),
+    "IQ2_XXS": ("iq2_xxs", 256, 66),
+    "IQ2_XS": ("iq2_xs", 256, 74),
+    "IQ2_S": ("iq2_s", 256, 82),
+    "IQ3_XXS": ("iq3_xxs", 256, 98),
+    "IQ3_S": ("iq3_s", 256, 110),
+    "IQ4_NL": ("iq4_nl", 32, 18),
+    "IQ4_XS": ("iq4_xs", 256, 136),
+}
+"""The same of types that experts are not computed in: what is not an expert may have them."""
+
 _NUMBERS = torch.tensor([*E2M1, *(-value for value in E2M1)])
 
 
 def gguf(kind: str, suffix: str = ".weight") -> Encoding:
-    """The encoding of a GGUF type of :data:`GGUF_BLOCKS`. Scales lie inside the blocks: there is one tensor."""
-    name, columns, size = GGUF_BLOCKS[kind]
+    """The encoding of a GGUF type of :data:`GGUF_BLOCKS` or :data:`OTHER_BLOCKS`. Scales lie inside the blocks: there
+    is one tensor."""
+    name, columns, size = {**GGUF_BLOCKS, **OTHER_BLOCKS}[kind]
     shape = (ROWS, Dimension("cols", columns, size))
     return Encoding(name, (1, columns), (StoredTensor("codes", suffix, ("U8",), (shape,)),))
 
 
 def decode(encoding: Encoding, tensors: Mapping[Role, torch.Tensor], begin: int, end: int) -> torch.Tensor:
     """Rows ``begin`` to ``end`` in fp32."""
-    name, _, size = next(entry for entry in GGUF_BLOCKS.values() if entry[0] == encoding.format)
     rows = tensors["codes"][begin:end]
+    other = next((kind for kind, (name, _, _) in OTHER_BLOCKS.items() if name == encoding.format), None)
+    if other is not None:
+        return _by_package(other, rows)
+    name, _, size = next(entry for entry in GGUF_BLOCKS.values() if entry[0] == encoding.format)
     return _DECODERS[name](rows.reshape(-1, size)).view(len(rows), -1)
+
+
+def _by_package(kind: str, rows: torch.Tensor) -> torch.Tensor:
+    from gguf import GGMLQuantizationType, quants  # takes as long to import as everything else here
+
+    with np.errstate(all="ignore"):  # a scale that is not finite is found by those who look for it
+        return torch.from_numpy(quants.dequantize(rows.numpy(), GGMLQuantizationType[kind]))
 
 
 def _half(blocks: torch.Tensor, byte: int) -> torch.Tensor:
@@ -112,4 +144,4 @@ _DECODERS = {
     "gguf_mxfp4": _mxfp4,
 }
 
-__all__ = ["GGUF_BLOCKS", "decode", "gguf"]
+__all__ = ["GGUF_BLOCKS", "OTHER_BLOCKS", "decode", "gguf"]

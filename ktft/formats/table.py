@@ -41,7 +41,10 @@ FORMATS: dict[str, Codec] = {
     "int8": Codec(integers.decode, integers.encode),
     "gptq": Codec(gptq_awq.decode),
     "awq": Codec(gptq_awq.decode),
-    **{name: Codec(gguf_blocks.decode) for name, _, _ in gguf_blocks.GGUF_BLOCKS.values()},
+    **{
+        name: Codec(gguf_blocks.decode)
+        for name, _, _ in (*gguf_blocks.GGUF_BLOCKS.values(), *gguf_blocks.OTHER_BLOCKS.values())
+    },
 }
 """Every stored format, by the name that an :class:`~ktft.formats.Encoding` has it under."""
 
@@ -89,7 +92,7 @@ def dequantize(
         raise CheckpointError(
             f"tensor {encoding.names(base)['codes']!r} holds {matrix.experts} experts; expected one matrix"
         )
-    _check_order(encoding, tensors, matrix, base)
+    check_order(encoding, tensors, matrix, base)
     out = torch.empty(matrix.rows, matrix.cols, dtype=dtype)
     # Whole blocks of rows, and eights of rows, which AWQ packs together.
     step = max(_CHUNK // matrix.cols // 128, 1) * 128
@@ -175,7 +178,7 @@ def check_values(encoding: Encoding, tensors: Mapping[Role, torch.Tensor], base:
         CheckpointError: names the tensor, the first such row and column, and what is there.
     """
     matrix = matrix_of_tensors(encoding, tensors, base)
-    _check_order(encoding, tensors, matrix, base)
+    check_order(encoding, tensors, matrix, base)
     step = max(_CHUNK // matrix.cols // 128, 1) * 128
     for begin in range(0, matrix.rows, step):
         values = FORMATS[encoding.format].decode(encoding, tensors, begin, min(begin + step, matrix.rows))
@@ -189,8 +192,12 @@ def check_values(encoding: Encoding, tensors: Mapping[Role, torch.Tensor], base:
             )
 
 
-def _check_order(encoding: Encoding, tensors: Mapping[Role, torch.Tensor], matrix: Matrix, base: str) -> None:
-    """Columns in order, and the shape that the file claims."""
+def check_order(encoding: Encoding, tensors: Mapping[Role, torch.Tensor], matrix: Matrix, base: str) -> None:
+    """Columns in order, and the shape that the file claims, as far as ``tensors`` has what says so.
+
+    Raises:
+        CheckpointError: names the tensor, what it says and what was expected.
+    """
     names = encoding.names(base)
     if "shape" in tensors and tensors["shape"].tolist() != [matrix.rows, matrix.cols]:
         raise CheckpointError(
@@ -212,6 +219,7 @@ def _check_order(encoding: Encoding, tensors: Mapping[Role, torch.Tensor], matri
 __all__ = [
     "FORMATS",
     "Codec",
+    "check_order",
     "check_values",
     "dequantize",
     "encode",

@@ -46,8 +46,8 @@ def open_output(recipe: Recipe) -> str | None:
         ValueError: the directory cannot be written, is the base model's, or has content and the recipe neither
         overwrites nor resumes from it; or there is nothing to resume from, or the recipe differs from the checkpoint's.
     """
-    output = Path(recipe.output_dir)
-    if os.path.realpath(output) == os.path.realpath(recipe.model_name_or_path):
+    output, base = Path(recipe.output_dir), Path(os.path.realpath(recipe.model_name_or_path))
+    if os.path.realpath(output) == str(base.parent if base.is_file() else base):
         raise ValueError(f"output_dir {output} is the base model's directory; give another one")
     if output.exists() and not output.is_dir():
         raise ValueError(f"output_dir {output} is a file")

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from transformers import AutoTokenizer, TrainingArguments, set_seed
+from transformers import TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
@@ -35,6 +35,7 @@ from ktft.adapters import KtftPeftModel, get_peft_model
 from ktft.config import Recipe
 from ktft.data import Chat, ChatDataset, collate, encode_chats, read_chats, split_held_out
 from ktft.model import load_model
+from ktft.tokenizer import read_tokenizer
 from ktft.train.callbacks import Progress, SaveOnInterrupt, read_log
 from ktft.train.output import (
     LOG,
@@ -72,7 +73,7 @@ def run(recipe: Recipe) -> Summary:
     prepare_base(recipe)
     base = (
         os.path.abspath(recipe.model_name_or_path)
-        if os.path.isdir(recipe.model_name_or_path)
+        if os.path.exists(recipe.model_name_or_path)
         else recipe.model_name_or_path
     )
 
@@ -175,12 +176,12 @@ def check_machine(recipe: Recipe) -> None:
 
 
 def prepare_base(recipe: Recipe) -> None:
-    """Run the recipe's ``prepare`` program if the base model's directory is missing.
+    """Run the recipe's ``prepare`` program if the base model is missing.
 
     Raises:
-        ValueError: there is no such program. RuntimeError: it failed, or did not make the directory.
+        ValueError: there is no such program. RuntimeError: it failed, or did not make it.
     """
-    if recipe.prepare is None or os.path.isdir(recipe.model_name_or_path):
+    if recipe.prepare is None or os.path.exists(recipe.model_name_or_path):
         return
     script, *arguments = shlex.split(recipe.prepare)
     if not os.path.isfile(script):
@@ -189,7 +190,7 @@ def prepare_base(recipe: Recipe) -> None:
     _say(f"{recipe.model_name_or_path} is missing; building it: python {shlex.join(command)}")
     # A process of its own: what it needs in memory is gone before training starts.
     status = subprocess.run([sys.executable, *command]).returncode
-    if status or not os.path.isdir(recipe.model_name_or_path):
+    if status or not os.path.exists(recipe.model_name_or_path):
         raise RuntimeError(
             f"prepare: {script} ended with status {status} and did not build {recipe.model_name_or_path}"
         )
@@ -201,7 +202,7 @@ def load_tokenizer(recipe: Recipe, base: str) -> Any:
     Raises:
         ValueError: there is no chat template, or no end-of-sequence token to pad with.
     """
-    tokenizer = AutoTokenizer.from_pretrained(base, trust_remote_code=recipe.trust_remote_code)
+    tokenizer = read_tokenizer(base, trust_remote_code=recipe.trust_remote_code)
     if recipe.template is not None and recipe.template.endswith(".jinja"):
         tokenizer.chat_template = Path(recipe.template).read_text(encoding="utf-8")
     if tokenizer.chat_template is None:
