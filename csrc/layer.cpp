@@ -222,6 +222,10 @@ void Layer::add_in_place(Worker& worker, const Term& term, const Chunk& chunk, i
     x.arranged = {term.rows.arranged + chunk.first * words(block.length) * 4, words(block.length), begin / kernels_.group};
   const bool is_words =
       block.format == kernels_.word_format && block.format == call_.compute && block.length % kernels_.group == 0;
+  if (chunk.few && !is_direct(block.format) && kernels_.multiply_coded &&
+      kernels_.multiply_coded(block.from(block.is_rows ? 0 : begin, block.is_rows ? begin : 0), block.is_rows, x, chunk.rows,
+                              block.columns, c, ahead))
+    return;
   if (block.is_rows && !is_words) {  // made words first, some at a time
     x.b = worker.rows;
     x.b_stride = words(length) * 4;

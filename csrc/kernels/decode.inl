@@ -9,10 +9,11 @@ constexpr int64_t kRun = 32;  // columns that some units decode to bf16 at a tim
 
 template <class Codes>
 struct RunOfHalves {
-  template <class Unit = Vec>
-  static void run(char* out, const char* row, int64_t col, float low, float high) {
-    const auto half = [&](int64_t at, float scale) { return Vec::mul(Codes::load(row, at, kRun / 2), Vec::set1(scale)); };
-    Unit::store_run(out, half(col, low), half(col + kRun / 2, high));
+  static int64_t bytes(int64_t columns) { return columns; }
+  template <bool one_scale, class Unit = Vec>
+  static Vec::W run(const char* row, int64_t col, const float* scale) {
+    const auto half = [&](int64_t at, float factor) { return Vec::mul(Codes::load(row, at, kRun / 2), Vec::set1(factor)); };
+    return Unit::run(half(col, scale[0]), half(col + kRun / 2, scale[one_scale ? 0 : 1]));
   }
 };
 struct Fp16Codes {
@@ -35,9 +36,10 @@ struct Fp32Codes {
 };
 struct Fp8Codes {
   static Vec::F load(const char* row, int64_t col, int lanes) { return Vec::e4m3(Vec::bytes(row + col, lanes)); }
-  template <class Unit = Vec>
-  static void run(char* out, const char* row, int64_t col, float low, float high) {
-    Unit::e4m3_run(out, row + col, low, high);
+  static int64_t bytes(int64_t columns) { return columns; }
+  template <bool one_scale, class Unit = Vec>
+  static Vec::W run(const char* row, int64_t col, const float* scale) {
+    return Unit::e4m3_run(row + col, scale[0], scale[one_scale ? 0 : 1]);
   }
 };
 struct Int8Codes : RunOfHalves<Int8Codes> {
@@ -55,9 +57,11 @@ struct TableCodes {
   static Vec::F load(const char* row, int64_t col, int lanes) {
     return Vec::lookup16(table, Vec::nibbles(row + col / 2, lanes));
   }
-  template <class Unit = Vec>
-  static void run(char* out, const char* row, int64_t col, float low, float high) {
-    Unit::lookup_run(out, row + col / 2, table, low, high);
+  static int64_t bytes(int64_t columns) { return columns / 2; }
+  template <bool one_scale, class Unit = Vec>
+  static Vec::W run(const char* row, int64_t col, const float* scale) {
+    if constexpr (one_scale) return Unit::lookup_run(row + col / 2, table, scale[0]);
+    else return Unit::lookup_run(row + col / 2, table, scale[0], scale[1]);
   }
 };
 
@@ -107,7 +111,7 @@ inline void decode_scaled(const Stored& source, int64_t rows, int64_t cols, char
       if constexpr (Mode::kWord == kBf16 && Vec::kHasRuns) {
         if (source.col % kRun == 0 && 2 * scales.columns == kRun) {
           for (; at + 2 <= some && begin + kRun <= cols; at += 2, begin += kRun, end += kRun)
-            Codes::run(words + 2 * begin, codes, source.col + begin, scale[at], scale[at + 1]);
+            Vec::store_words(words + 2 * begin, Codes::template run<false>(codes, source.col + begin, scale + at));
         }
       }
       for (; at < some; ++at, begin = end, end += scales.columns) {
@@ -115,7 +119,7 @@ inline void decode_scaled(const Stored& source, int64_t rows, int64_t cols, char
         if constexpr (Mode::kWord == kBf16 && Vec::kHasRuns) {
           if ((source.col + begin) % kRun == 0)
             for (; begin + kRun <= stop; begin += kRun)
-              Codes::run(words + 2 * begin, codes, source.col + begin, scale[at], scale[at]);
+              Vec::store_words(words + 2 * begin, Codes::template run<true>(codes, source.col + begin, scale + at));
         }
         if (begin < stop) decode_some<Mode, Codes>(codes, source.col, begin, stop, scale[at], words);
       }

@@ -124,6 +124,18 @@ constexpr int kLinesAhead = 8;
 // takes 4 % less, half of it outside the kernels. (For columns the same makes 64 tokens 8 % slower.)
 constexpr int kReadOnce = 0;
 
+// To the first `cols` of four columns, if there are any.
+inline void add_some_quads(Vec::F acc, float* out, int cols) {
+  if (cols >= 4) {
+    Vec::add_quads(acc, out);
+  } else if (cols > 0) {
+    float sums[4] = {0, 0, 0, 0};
+    __builtin_memcpy(sums, out, size_t(cols) * 4);
+    Vec::add_quads(acc, sums);
+    __builtin_memcpy(out, sums, size_t(cols) * 4);
+  }
+}
+
 // Four lanes of an accumulator hold four columns, and lanes 4 q .. 4 q + 3 add up words 4 q .. 4 q + 3 of every kLanes words.
 template <class Mode, int kRows, int kGroups>
 inline void rows_tile(const Operands& x, int row, int col, int cols, float* c, const Ahead::Area& next) {
@@ -181,15 +193,7 @@ inline void rows_tile(const Operands& x, int row, int col, int cols, float* c, c
     for (int i = 0; i < kRows; ++i) {
 #pragma GCC unroll 2
       for (int g = 0; g < kGroups; ++g) {
-        float* out = c + ptrdiff_t(row + i) * kBlock + col + 4 * g;
-        if (4 * g + 4 <= cols) {
-          Vec::add_quads(acc[i][g], out);
-        } else if (4 * g < cols) {
-          float sums[4] = {0, 0, 0, 0};
-          __builtin_memcpy(sums, out, size_t(cols - 4 * g) * 4);
-          Vec::add_quads(acc[i][g], sums);
-          __builtin_memcpy(out, sums, size_t(cols - 4 * g) * 4);
-        }
+        add_some_quads(acc[i][g], c + ptrdiff_t(row + i) * kBlock + col + 4 * g, cols - 4 * g);
       }
     }
   }
@@ -335,17 +339,22 @@ inline void columns_tile(const Operands& x, int64_t begin, int64_t end, int row,
     for (int j = 0; j < kVecs; ++j) Vec::store(sums + i * kWideColumns + j * Vec::kLanes, acc[i][j]);
 }
 
+// C tiles of a wide product of columns -> sums [kFewRows][kWideColumns], or back.
+inline void move_wide_sums(float* c, int rows, int cols, float* sums, bool back) {
+  for (int row = 0; row < rows; ++row)
+    for (int col = 0; col < cols; col += Vec::kLanes) {
+      float *const tile = c + (col / kBlock * kFewRows + row) * kBlock + col % kBlock, *const sum =
+                                                                                           sums + row * kWideColumns + col;
+      Vec::store(back ? tile : sum, Vec::load(back ? sum : tile));
+    }
+}
+
 template <class Mode>
 void multiply_columns(const Operands& x, int rows, int cols, float* c, const Ahead&) {
   constexpr int kCols = Vec::kPanelVecs * Vec::kLanes;
   const int64_t words = words_of<Mode>(x);
   alignas(64) float sums[kFewRows * kWideColumns];
-  const auto move = [&](auto load_store) {
-    for (int row = 0; row < rows; ++row)
-      for (int col = 0; col < cols; col += Vec::kLanes)
-        load_store(c + (col / kBlock * kFewRows + row) * kBlock + col % kBlock, sums + row * kWideColumns + col);
-  };
-  move([](const float* from, float* sum) { Vec::store(sum, Vec::load(from)); });
+  move_wide_sums(c, rows, cols, sums, false);
   for (int64_t begin = 0; begin < words; begin += kTurn) {
     const int64_t end = words - begin < kTurn ? words : begin + kTurn;
     for (int col = 0; col < cols; col += kCols)
@@ -353,5 +362,5 @@ void multiply_columns(const Operands& x, int rows, int cols, float* c, const Ahe
         columns_tile<Mode, step.value>(x, begin, end, row, col, cols - col, sums + row * kWideColumns + col);
       });
   }
-  move([](float* to, const float* sum) { Vec::store(to, Vec::load(sum)); });
+  move_wide_sums(c, rows, cols, sums, true);
 }

@@ -199,6 +199,10 @@ struct Kernels {
   using Product = void(const Operands& operands, int rows, int cols, float* c, const Ahead& ahead);
   Product *multiply_rows, *multiply_phased, *multiply_columns, *multiply_panel;
 
+  // Few rows of A with stored codes, decoded in registers: what multiply_rows, or multiply_columns, would do with them as
+  // words, bit for bit. False: not done, this product is not one of those. Null at levels without.
+  bool (*multiply_coded)(const Stored& b, bool is_rows, const Operands& x, int rows, int cols, float* c, const Ahead& ahead);
+
   // Rows of stored elements -> rows of words, zero-padded to a whole word.
   void (*decode_rows)(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride);
   // A panel [ceil(length / group)][kBlock] of words, zero-padded.

@@ -255,6 +255,7 @@ template <class Mode>
 struct TileProducts {
   static constexpr Kernels::Product *kRows = multiply_rows_as_tiles<Mode>, *kPhased = nullptr,
                                     *kColumns = multiply_columns_as_tiles<Mode>, *kPanel = multiply_panel_as_tiles<Mode>;
+  static constexpr decltype(Kernels::multiply_coded) kMultiplyCoded = nullptr;
   static constexpr auto kArrangeRows = arrange_rows;
 };
 

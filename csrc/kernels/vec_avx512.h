@@ -6,6 +6,8 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#define KTFT_RUNS  // this unit decodes runs of codes, see decode.inl
+
 namespace {
 
 struct Vec {
@@ -78,16 +80,24 @@ struct Vec {
 
   // 32 columns to bf16 at a time, see decode.inl.
   static constexpr bool kHasRuns = true;
-  static void store_run(char* out, F low, F high) { _mm512_storeu_si512(out, (W)_mm512_cvtne2ps_pbh(high, low)); }
+  static W run(F low, F high) { return (W)_mm512_cvtne2ps_pbh(high, low); }
+  static void store_run(char* out, F low, F high) { store_words(out, run(low, high)); }
+  static F permute(F x, W lanes) { return _mm512_permutexvar_ps(lanes, x); }
   // A table of the products for each half: 16 codes are fewer than 32 columns.
-  static void lookup_run(char* out, const char* codes, const float* table, float low, float high) {
+  static W lookup_run(const char* codes, const float* table, float low, float high) {
     const F values = _mm512_load_ps(table);
     const W products = (W)_mm512_cvtne2ps_pbh(mul(values, set1(high)), mul(values, set1(low)));
     const W bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
     const W pairs = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
     const W half = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
     const W index = _mm512_ternarylogic_epi32(pairs, _mm512_set1_epi16(15), half, 0xea);  // pairs & 15 | half
-    _mm512_storeu_si512(out, _mm512_permutexvar_epi16(index, products));
+    return _mm512_permutexvar_epi16(index, products);
+  }
+  // One for both; then it does not matter which half of the products is looked up.
+  static W lookup_run(const char* codes, const float* table, float scale) {
+    const F values = mul(_mm512_load_ps(table), set1(scale));
+    const W bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    return _mm512_permutexvar_epi16(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), run(values, values));
   }
   // 32 codes of four bits as 16-bit lanes: of 16 bytes first the low halves, then the high ones; or each half of 32 bytes.
   static W halves_apart(const char* p) {
@@ -131,7 +141,7 @@ struct Vec {
     const W sign = _mm512_slli_epi32(second, 31);
     store(numbers, mul(to_float(codes), floats(_mm512_xor_si512(words(halves), sign))));
   }
-  static void e4m3_run(char* out, const char* codes, float low, float high) {
+  static W e4m3_run(const char* codes, float low, float high) {
     const W code = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)));
     const W magnitude = _mm512_and_si512(code, _mm512_set1_epi16(0x7f));
     W bits = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
@@ -140,8 +150,7 @@ struct Vec {
     bits = _mm512_mask_permutexvar_epi16(bits, _mm512_cmplt_epi16_mask(magnitude, _mm512_set1_epi16(8)), magnitude, small);
     bits = _mm512_mask_mov_epi16(bits, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f)), _mm512_set1_epi16(0x7fc0));
     bits = _mm512_or_si512(bits, _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8));
-    store_run(out, mul(widen(_mm512_castsi512_si256(bits)), set1(low)),
-              mul(widen(_mm512_extracti64x4_epi64(bits, 1)), set1(high)));
+    return run(mul(widen(_mm512_castsi512_si256(bits)), set1(low)), mul(widen(_mm512_extracti64x4_epi64(bits, 1)), set1(high)));
   }
 
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
@@ -230,13 +239,18 @@ struct Bf16Dot {
     return odd ? _mm512_or_si512(words, _mm512_slli_epi32(halves(odd), 16)) : words;
   }
   // 32 columns of two rows of bf16 as two vectors of words.
-  static void interleave(char* out, const char* even, const char* odd) {
-    const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
+  static void pairs(Vec::W a, Vec::W b, Vec::W out[2]) {
     const __m512i low = _mm512_set_epi64(0x002f000f002e000e, 0x002d000d002c000c, 0x002b000b002a000a, 0x0029000900280008,
                                          0x0027000700260006, 0x0025000500240004, 0x0023000300220002, 0x0021000100200000);
-    _mm512_storeu_si512(out, _mm512_permutex2var_epi16(a, low, b));
+    out[0] = _mm512_permutex2var_epi16(a, low, b);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    _mm512_storeu_si512(out + 64, _mm512_permutex2var_epi16(a, high, b));
+    out[1] = _mm512_permutex2var_epi16(a, high, b);
+  }
+  static void interleave(char* out, const char* even, const char* odd) {
+    Vec::W words[2];
+    pairs(Vec::load_words(even), Vec::load_words(odd), words);
+    Vec::store_words(out, words[0]);
+    Vec::store_words(out + 64, words[1]);
   }
 };
 
