@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from ktft import cli
 from ktft.checkpoint import CheckpointError
 from ktft.convert import convert, write
+from tests.processes import run_module
 from tests.tiny_models import tiny_checkpoint
 
 ROOT = Path(__file__).parent.parent
@@ -273,15 +274,8 @@ def test_a_directory_that_appears_meanwhile_is_left_alone(
 def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     """Anonymous memory, in a process of its own: experts of 72 MiB in files of 18, converted and verified."""
     (tmp_path / "source").mkdir()
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.convert_memory", str(tmp_path / "source")],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout.splitlines()[-1])
+    printed = run_module("tests.convert_memory", str(tmp_path / "source"))
+    found = json.loads(printed.splitlines()[-1])
     figures = ", ".join(f"{name} {value / MIB:.1f} MiB" for name, value in found.items())
     print(figures)
     assert found["experts"] == 72 * MIB

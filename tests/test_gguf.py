@@ -16,7 +16,7 @@ from ktft import gguf_file
 from ktft.experts import CpuExperts
 from ktft.model import load_model
 from tests.gguf_files import ARCHITECTURES, LARGE, SMALL, Written, write
-from tests.tiny_models import tiny_input
+from tests.tiny_models import assert_same_function
 
 KINDS = {
     "BF16": ("bf16", SMALL),
@@ -33,20 +33,6 @@ KINDS = {
 def formats_of(model: PreTrainedModel) -> set[tuple[str, str, str]]:
     weights = [module.weights for module in model.modules() if isinstance(module, CpuExperts)]
     return {(w.gate.format, w.up.format, w.down.format) for w in weights if w is not None}
-
-
-def assert_same_function(model: PreTrainedModel, stock: PreTrainedModel) -> None:
-    """Logits to 1e-5, and the gradient of the embeddings to 1e-4, in fp32."""
-    outputs = []
-    for one in (stock, model):
-        one.requires_grad_(False)
-        embeddings = one.get_input_embeddings()(tiny_input()).detach().requires_grad_()
-        logits = one(inputs_embeds=embeddings).logits
-        direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
-        outputs.append((logits.detach(), torch.autograd.grad((logits * direction).sum(), embeddings)[0]))
-    (expected, expected_gradient), (found, gradient) = outputs
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert (gradient - expected_gradient).abs().max() <= 1e-4 * expected_gradient.abs().max()
 
 
 def assert_same_parameters(model: PreTrainedModel, stock: PreTrainedModel, dtype: torch.dtype) -> None:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from ktft import ops
+from tests.processes import run_module
 from tests.step_memory import Step
 
 ROOT = Path(__file__).parent.parent
@@ -86,15 +85,8 @@ def scratch_bytes(step: Step, tokens: int) -> float:
     ],
 )
 def test_scratch_is_as_documented(step: Step) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.step_memory", json.dumps(asdict(step))],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    measured = json.loads(ran.stdout)
+    printed = run_module("tests.step_memory", json.dumps(asdict(step)))
+    measured = json.loads(printed)
     assert len(measured) == len(step.tokens)
     for tokens, found in zip(step.tokens, measured, strict=True):
         added, required, scratch = found["added"], found["required"], scratch_bytes(step, tokens)

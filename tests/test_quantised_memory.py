@@ -4,14 +4,13 @@ expert."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.load_memory import write_large, write_large_gguf
+from tests.processes import run_module
 
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
@@ -22,15 +21,8 @@ SLACK = 24 * MIB
 @pytest.mark.parametrize("writer", [write_large, write_large_gguf])
 def test_loading_holds_one_tensor_beside_the_result(writer: Callable[[Path], object], tmp_path: Path) -> None:
     writer(tmp_path)
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.load_memory", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    found = json.loads(ran.stdout.splitlines()[-1])
+    printed = run_module("tests.load_memory", str(tmp_path))
+    found = json.loads(printed.splitlines()[-1])
     figures = ", ".join(f"{name} {value / MIB:.1f} MiB" for name, value in found.items())
     print(figures)
     assert found["result"] > 100 * MIB

@@ -52,6 +52,27 @@ _COMMON: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 
+_DENSE_FIRST = {
+    "intermediate_size": 56,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+}
+"""A dense layer first, then experts and shared ones."""
+
+_DEEPSEEK = {
+    **_DENSE_FIRST,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+"""And latent attention."""
+
 _FAMILY: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "mixtral": (MixtralConfig, {"intermediate_size": 28, "num_local_experts": 5, "num_experts_per_tok": 2}),
     "qwen3_moe": (
@@ -85,23 +106,12 @@ _FAMILY: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "deepseek_v3": (
         DeepseekV3Config,
         {
-            "intermediate_size": 56,
-            "moe_intermediate_size": 24,
-            "num_hidden_layers": 3,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 8,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
+            **_DEEPSEEK,
             "n_group": 2,
             "topk_group": 1,
             "routed_scaling_factor": 1.8,
             "norm_topk_prob": True,
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 16,
             "q_lora_rank": 20,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 12,
         },
     ),
     # limits that tiny activations reach, and rope of a short context
@@ -120,34 +130,17 @@ _FAMILY: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "deepseek_v2": (
         DeepseekV2Config,
         {
-            "intermediate_size": 56,
-            "moe_intermediate_size": 24,
-            "num_hidden_layers": 3,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 8,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
+            **_DEEPSEEK,
             "topk_method": "greedy",
             "routed_scaling_factor": 1.0,
             "norm_topk_prob": False,
-            "num_key_value_heads": 4,
-            "kv_lora_rank": 16,
             "q_lora_rank": None,
-            "qk_rope_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 12,
         },
     ),
     "glm4_moe": (
         Glm4MoeConfig,
         {
-            "intermediate_size": 56,
-            "moe_intermediate_size": 24,
-            "num_hidden_layers": 3,
-            "first_k_dense_replace": 1,
-            "n_routed_experts": 8,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 3,
+            **_DENSE_FIRST,
             "n_group": 1,
             "topk_group": 1,
             "routed_scaling_factor": 1.8,
@@ -215,3 +208,17 @@ def tiny_checkpoint(
 def tiny_input(batch: int = 2, length: int = 11, *, seed: int = 7) -> torch.Tensor:
     """Token ids int64 [batch, length] without special tokens."""
     return torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_function(model: PreTrainedModel, stock: PreTrainedModel) -> None:
+    """Logits to 1e-5, and the gradient of the embeddings to 1e-4, in fp32."""
+    outputs = []
+    for one in (stock, model):
+        one.requires_grad_(False)
+        embeddings = one.get_input_embeddings()(tiny_input()).detach().requires_grad_()
+        logits = one(inputs_embeds=embeddings).logits
+        direction = torch.randn(logits.shape, generator=torch.Generator().manual_seed(5))
+        outputs.append((logits.detach(), torch.autograd.grad((logits * direction).sum(), embeddings)[0]))
+    (expected, expected_gradient), (found, gradient) = outputs
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (gradient - expected_gradient).abs().max() <= 1e-4 * expected_gradient.abs().max()

@@ -4,6 +4,9 @@
 
 #include "unit.inl"
 
+#include "coded.inl"
+
 namespace ktft {
-extern const Kernels kAvx512Bf16Kernels[2] = {make_kernels<ModeOf<kBf16, Bf16Dot>>(), make_kernels<ModeOf<kFp32, Fp32Dot>>()};
+extern const Kernels kAvx512Bf16Kernels[2] = {make_kernels<ModeOf<kBf16, Bf16Dot>, CodedProducts<ModeOf<kBf16, Bf16Dot>>>(),
+                                              make_kernels<ModeOf<kFp32, Fp32Dot>>()};
 }

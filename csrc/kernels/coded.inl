@@ -1,8 +1,10 @@
-// Products of few rows with stored codes, which are decoded to words in registers. Included by unit.inl.
+// Products of few rows with stored codes, which are decoded to words in registers: for units that have runs, after unit.inl.
 //
 // The words, their order and the tiles are those of gemm.inl's products of rows and of columns, and so are the bits. Taken are
 // codes that have runs (decode.inl), where words are pairs of bf16, a scale holds for whole halves of runs, and nothing is cut
 // off inside a run; everything else is made words in memory first, see Layer::add_in_place.
+
+namespace {
 
 constexpr int kHalf = kRun / 2, kHalves = Vec::kLanes;  // columns of half a run; halves whose scales are found at a time
 constexpr int kScaleColumns = kHalf * kHalves;
@@ -207,3 +209,11 @@ bool multiply_coded(const Stored& b, bool is_rows, const Operands& x, int rows, 
       return false;
   }
 }
+
+template <class Mode>
+struct CodedProducts : VectorProducts<Mode> {
+  static_assert(Mode::kWord == kBf16, "runs are words of pairs");
+  static constexpr decltype(Kernels::multiply_coded) kMultiplyCoded = multiply_coded;
+};
+
+}  // namespace

@@ -9,9 +9,6 @@ using namespace ktft;
 #include "convert.inl"
 #include "elementwise.inl"
 #include "gemm.inl"
-#ifdef KTFT_RUNS
-#include "coded.inl"
-#endif
 
 template <Format compute, class DotType>
 struct ModeOf {
@@ -20,21 +17,12 @@ struct ModeOf {
   static constexpr Format kWord = Dot::kGroup == 2 ? kBf16 : kFp32;  // dtype of elements inside words
 };
 
-// At units that have runs, for words that are pairs.
-template <class Mode>
-constexpr decltype(Kernels::multiply_coded) coded_product() {
-#ifdef KTFT_RUNS
-  if constexpr (Mode::Dot::kGroup == 2) return multiply_coded;
-#endif
-  return nullptr;
-}
-
-// The products on vectors; tiles.inl has others.
+// The products on vectors; coded.inl and tiles.inl have others.
 template <class Mode>
 struct VectorProducts {
   static constexpr Kernels::Product *kRows = multiply_rows<Mode>, *kPhased = multiply_panel<Mode, true>,
                                     *kColumns = multiply_columns<Mode>, *kPanel = multiply_panel<Mode, false>;
-  static constexpr decltype(Kernels::multiply_coded) kMultiplyCoded = coded_product<Mode>();
+  static constexpr decltype(Kernels::multiply_coded) kMultiplyCoded = nullptr;
   static constexpr decltype(Kernels::arrange_rows) kArrangeRows = nullptr;
 };
 

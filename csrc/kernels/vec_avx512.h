@@ -6,8 +6,6 @@
 #include <immintrin.h>
 #include <stdint.h>
 
-#define KTFT_RUNS  // this unit decodes runs of codes, see decode.inl
-
 namespace {
 
 struct Vec {
