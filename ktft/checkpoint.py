@@ -32,7 +32,7 @@ import torch
 from safetensors import safe_open
 
 from ktft.activation import SWIGLU, Activation
-from ktft.expert_layout import ExpertSource, Place, Tensor, describe
+from ktft.expert_layout import ExpertSource, Place, Tensor, describe, fused_rows
 from ktft.formats import (
     DTYPE_BITS,
     PLAIN_DTYPES,
@@ -439,25 +439,22 @@ class Checkpoint:
                 _check_like(source, found[0])
             return describe(found, mappings, e, Place())
 
-        step, up_first = (2, 1) if interleaved else (1, i)
+        of_gate, of_up = fused_rows(i, interleaved)
         if not fused:
             gate, up, down = matrices("gate", i, h), matrices("up", i, h), matrices("down", h, i)
         else:
             gate_up, down_all = parts["gate_up"][None], parts["down"][None]
             transposed = _is_transposed(gate_up, down_all, e, h, i)
-            gate = describe([gate_up], mappings, e, Place(0, step, transposed))
-            up = describe([gate_up], mappings, e, Place(up_first, step, transposed))
+            gate, up = (
+                describe([gate_up], mappings, e, Place(rows.start, rows.step, transposed)) for rows in (of_gate, of_up)
+            )
             down = describe([down_all], mappings, e, Place(transposed=transposed))
         biases = None
         if biased:
             for part, columns in zip(bias_parts, (2 * i, h), strict=True):
                 _check_shape(parts[part][None], (e, columns))
             fused_bias, down_bias = (self.read(parts[part][None].tensors["codes"]).float() for part in bias_parts)
-            biases = (
-                fused_bias[:, ::step][:, :i].contiguous(),
-                fused_bias[:, up_first::step].contiguous(),
-                down_bias,
-            )
+            biases = (fused_bias[:, of_gate].contiguous(), fused_bias[:, of_up].contiguous(), down_bias)
         return ExpertWeights(
             gate,
             up,

@@ -81,6 +81,13 @@ class Place:
     transposed: bool = False
 
 
+def fused_rows(intermediate: int, interleaved: bool) -> tuple[slice, slice]:
+    """Which rows of 2I belong to gate, and which to up; see :class:`~ktft.experts.ExpertNames`."""
+    if interleaved:
+        return slice(0, None, 2), slice(1, None, 2)
+    return slice(0, intermediate, 1), slice(intermediate, None, 1)
+
+
 _SCALE_FORMATS = {"F32": "fp32", "BF16": "bf16", "F16": "fp16", "F8_E8M0": "e8m0", "U8": "e8m0", "F8_E4M3": "e4m3"}
 
 
@@ -259,4 +266,4 @@ def _refused(tensor: Tensor, source: ExpertSource, how: str, what: str) -> Check
     )
 
 
-__all__ = ["ExpertSource", "Place", "Tensor", "describe"]
+__all__ = ["ExpertSource", "Place", "Tensor", "describe", "fused_rows"]

@@ -18,7 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ktft.checkpoint import CheckpointError, ExpertTensor, Part
 from ktft.decoding import Origin
 from ktft.families import UnsupportedModelError
-from ktft.gguf_file import GgufModel
+from ktft.gguf_file import GgufModel, count_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,9 @@ _FIELDS = {
 
 _OPTIONAL = {"attention.key_length": "head_dim"}
 
+_FRACTIONS = {"rms_norm_eps"}
+"""Config fields that are no whole numbers."""
+
 _SAME_AS = {
     "attention.value_length": "head_dim",
     "rope.dimension_count": "head_dim",
@@ -83,7 +86,6 @@ _SAME_AS = {
 _ROPE = {
     "rope.scaling.factor": "factor",
     "rope.scaling.original_context_length": "original_max_position_embeddings",
-    "rope.scaling.attn_factor": "attention_factor",
     "rope.scaling.yarn_attn_factor": "attention_factor",
     "rope.scaling.yarn_beta_fast": "beta_fast",
     "rope.scaling.yarn_beta_slow": "beta_slow",
@@ -147,6 +149,10 @@ def _config_from_metadata(model: GgufModel) -> PreTrainedConfig:
     taken = {**required, **_OPTIONAL}
     values = {name: metadata.pop(key) for key, name in taken.items() if key in metadata}
     values |= family.fixed
+    for key, name in taken.items():
+        kinds = (int, float) if name in _FRACTIONS else (int,)
+        if name in values and (type(values[name]) not in kinds or not values[name] > 0):
+            raise CheckpointError(f"{model.path}: {prefix}{key}: expected a positive number, found {values[name]!r}")
     values["vocab_size"] = _tensor(model, "token_embd.weight").shape[0]
     values["tie_word_embeddings"] = "output.weight" not in model.tensors
     values["rope_parameters"] = _rope(metadata)
@@ -230,7 +236,7 @@ def origins(
     used = {name for origin in out.values() for name in origin.sources}
     used |= {tensor.key for found in experts.values() for tensor in found}
     # Layers beyond the model's are those of multi-token prediction, which transformers has no modules for.
-    predicting = layers + model.metadata.get(f"{model.architecture}.nextn_predict_layers", 0)
+    predicting = layers + count_of(model.path, model.metadata, f"{model.architecture}.nextn_predict_layers", 0)
     beyond = tuple(f"blk.{layer}." for layer in range(layers, predicting))
     left = [name for name in model.tensors if name not in used and not name.startswith(beyond)]
     if left:

@@ -141,10 +141,11 @@ def read_gguf(path: Path) -> GgufModel:
     metadata: dict[str, Any] = {}
     for number, file in enumerate(files):
         found, its_tensors, identity = _read_header(file)
-        count = found.get("split.count", 1) or 1  # 0 of parts that were joined again
-        if count != len(files) or found.get("split.no", 0) != number:
+        count = count_of(file, found, "split.count", 1) or 1  # 0 of parts that were joined again
+        own = count_of(file, found, "split.no", 0)
+        if count != len(files) or own != number:
             raise CheckpointError(
-                f"{file} says that it is part {found.get('split.no', 0) + 1} of {count}; by its name it is "
+                f"{file} says that it is part {own + 1} of {count}; by its name it is "
                 f"{number + 1} of {len(files)}. Parts are called NAME-00001-of-{count:05d}.gguf; restore their names."
             )
         for name, tensor in its_tensors.items():
@@ -153,10 +154,22 @@ def read_gguf(path: Path) -> GgufModel:
             tensors[name] = tensor
         identities[file] = identity
         metadata = metadata or found
-    expected = metadata.get("split.tensors.count", len(tensors))
+    expected = count_of(path, metadata, "split.tensors.count", len(tensors))
     if len(tensors) != expected:
         raise CheckpointError(f"{path}: expected {expected} tensors in all parts, found {len(tensors)}")
     return GgufModel(path, metadata, tensors, identities)
+
+
+def count_of(path: Path, metadata: dict[str, Any], key: str, default: int) -> int:
+    """A number of things among the metadata.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = metadata.get(key, default)
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"{path}: {key}: expected a whole number, found {value!r}")
+    return value
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor], FileIdentity]:
@@ -242,7 +255,7 @@ class _Reader:
                 f"{self._path} is of GGUF version {version}; expected {' or '.join(map(str, _VERSIONS))}. Use a file "
                 "written by a current llama.cpp."
             )
-        # The least that each takes: an empty name, a type and a byte; an empty name, no sizes, a type and an offset.
+        # The least that each takes: an empty name, no sizes, a type and an offset; an empty name, a type and a byte.
         return self._count(self.number("Q"), 24, "tensors"), self._count(self.number("Q"), 13, "metadata pairs")
 
     def number(self, code: str) -> Any:
@@ -306,4 +319,4 @@ class _Reader:
         self._file.seek(size, os.SEEK_CUR)
 
 
-__all__ = ["GgufModel", "GgufTensor", "find_gguf", "read_gguf"]
+__all__ = ["GgufModel", "GgufTensor", "count_of", "find_gguf", "read_gguf"]

@@ -148,7 +148,7 @@ def _load(
     }
     loaded: Any
     with families.experts_replaced(type(opened.stock), modules):
-        if checkpoint.coded or isinstance(checkpoint, GgufCheckpoint):
+        if checkpoint.coded or any(opened.origins.values()):  # else it lies as transformers reads it
             loaded = _load_values(opened, dtype, options)
         else:
             loaded = AutoModelForCausalLM.from_pretrained(
@@ -272,6 +272,7 @@ def _resolve(path_or_hub_id: str | os.PathLike[str], revision: str | None, trust
     small = ["*.json", "*.model", "*.txt", "*.jinja", *(["*.py"] if trust_remote_code else [])]
     # In the hub's patterns * matches / too.
     directory = _from_hub(name, revision, allow=small, ignore=["*/*"])
+    _refuse_adapter(directory)
     if not (directory / "config.json").is_file():
         raise ValueError(
             f"{name} has no config.json. Of a repository of GGUF files download the one you mean (hf download {name} "

@@ -213,6 +213,19 @@ def test_a_quantised_source_is_decoded_first(tmp_path: Path) -> None:
     assert len(result.coded) == len(summary.errors) == 2 * 8 * 3
 
 
+@pytest.mark.parametrize("name", ["fp8-block", "int4-g32", "mxfp4", "nvfp4-modelopt", "gptq-g32", "awq-g32"])
+@pytest.mark.parametrize("inter", [256, 128], ids=["square", "wide"])
+def test_experts_are_decoded_from_what_they_are_stored_in(tmp_path: Path, name: str, inter: int) -> None:
+    """Against the writer's own numbers: with as many rows as columns no shape tells a matrix from its transpose."""
+    written = write("qwen3_moe", name, tmp_path, "whole", moe_intermediate_size=inter)
+    convert(written.directory, tmp_path / "result", "int8")
+    found = tensors(tmp_path / "result")
+    for projection in ("gate_proj", "up_proj", "down_proj"):
+        base = f"model.layers.1.mlp.experts.2.{projection}"
+        expected = formats.encode(written.decoded(base, torch.float32), formats.WRITTEN["int8"])
+        assert torch.equal(found[f"{base}.weight_packed"], expected["codes"]), base
+
+
 def test_files_config_and_index(tmp_path: Path, qwen: Path, capsys: pytest.CaptureFixture[str]) -> None:
     original, result = Path(shutil.copytree(qwen, tmp_path / "source")), tmp_path / "result"
     for name in ("tokenizer.json", "extra/notes.txt", ".git/HEAD", "pytorch_model.bin", "consolidated.safetensors"):

@@ -100,13 +100,22 @@ def test_killed_in_the_middle_and_continued(shards: Path, whole: dict[str, bytes
     times: dict[str, int] = {}
     rename = write.Partial.rename
 
-    def look(self: write.Partial, to: Path, files: set[str]) -> None:
+    def look(self: write.Partial, to: Path) -> None:
         times.update(finished(target))
-        rename(self, to, files)
+        rename(self, to)
+
+    left: list[Path] = []
+    write_shard = write.write_shard
+
+    def write_one(path: Path, *others: Any) -> dict[str, float]:
+        left.extend(found for found in partial(target).iterdir() if found.suffix == ".part")
+        return write_shard(path, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(write.Partial, "rename", look)
+        patch.setattr(write, "write_shard", write_one)
         summary = convert(shards, target, "int4-g32")
+    assert not left, "what the killed run had begun still took its room"
     assert times.keys() == names
     assert before.items() <= times.items(), "a finished file was written again"
     assert summary.kept == sum(len(whole[name]) for name in before)
@@ -266,6 +275,22 @@ def test_a_directory_that_appears_meanwhile_is_left_alone(
         convert(source, target, "int4-g32")
     assert not list(target.iterdir())
     assert partial(target).is_dir()
+
+
+def test_a_result_that_would_not_load_is_none(shards: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers that turn matrices round."""
+    original = write.file_header
+
+    def turned(tensors: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]) -> Any:
+        found = {
+            name: (dtype, shape[::-1] if ".experts." in name else shape) for name, (dtype, shape) in tensors.items()
+        }
+        return original(found, metadata)
+
+    monkeypatch.setattr(write, "file_header", turned)
+    with pytest.raises(CheckpointError, match="experts"):
+        convert(shards, target, "int4-g32")
+    assert not target.exists()
 
 
 # --- memory

@@ -93,7 +93,8 @@ def test_damaged_experts_are_named(
     assert set(found.beyond) == ({NAME, NAME.replace("2.up", "3.up")} if damage is swapped else {NAME})
     capsys.readouterr()
     assert cli.main(["convert", "--verify", str(original), str(damaged)]) == 1
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
+    assert f"{36 - len(found.beyond)} within half a step" in out
     assert error.startswith("ktft: error: verification failed: ")
     assert f"{len(found.beyond)} of 36 coded matrices differ by more than half a step" in error
     assert "the worst is model.layers.1.mlp.experts." in error
@@ -157,3 +158,8 @@ def test_plain_copies_and_decoded_ones_are_equal(original: Path, tmp_path: Path)
     assert not found.problems and not found.coded
     same = verify(written.directory, written.directory)  # equal numbers need no bound
     assert not same.problems and not same.coded
+
+
+def test_experts_of_one_side_only(tmp_path: Path) -> None:
+    paths = [tiny_checkpoint("mixtral", tmp_path / str(experts), num_local_experts=experts) for experts in (5, 6)]
+    assert any("do not have the same experts" in problem for problem in verify(*paths).problems)

@@ -156,8 +156,12 @@ def test_scaled_rotation(tmp_path: Path) -> None:
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(4.0)
         writer.add_rope_scaling_orig_ctx_len(64)
+        writer.add_rope_scaling_finetuned(True)
+        for name, value in (("attn", 1.25), ("beta_fast", 24.0), ("beta_slow", 2.0)):
+            writer.add_float32(f"qwen3moe.rope.scaling.yarn_{name}{'_factor' if name == 'attn' else ''}", value)
 
     rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+    rope |= {"attention_factor": 1.25, "beta_fast": 24.0, "beta_slow": 2.0}
     written = write("qwen3_moe", tmp_path, edit=scale, rope_parameters=rope)
     model = load_model(written.path)
     assert model.config.rope_parameters == written.stock.config.rope_parameters

@@ -119,10 +119,14 @@ def test_tokenizers_that_transformers_makes_others_of(tmp_path: Path) -> None:
             read_tokenizer(str(path))
 
 
-def test_training_and_talking(written: Written, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_and_talking(
+    written: Written, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ValueError, match="is the base model's directory"):
         run(recipe(written.path, data, written.path.parent))
-    summary = run(recipe(written.path, data, tmp_path / "out", max_steps=3))
+    monkeypatch.chdir(written.path.parent)
+    with_prepare = {"max_steps": 3, "prepare": "no-such-script.py"}  # which is for a base that is missing
+    summary = run(recipe(Path(written.path.name), data, tmp_path / "out", **with_prepare))
     assert summary.base_model == str(written.path)
     assert summary.steps == 3
     capsys.readouterr()

@@ -7,6 +7,7 @@ import re
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -143,6 +144,16 @@ def test_no_model(tmp_path: Path) -> None:
     refused(tmp_path / "m.gguf", "has no general.architecture among its metadata")
 
 
+def replace(writer: GGUFWriter, key: str, value: Any) -> None:
+    writer.kv_data[0].pop(key, None)
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_uint32(key, value)
+
+
 def test_metadata_that_is_not_understood(tmp_path: Path) -> None:
     written = write("qwen3_moe", tmp_path, edit=lambda w: w.add_uint32("qwen3moe.attention.sliding_window", 8))
     refused(
@@ -154,6 +165,16 @@ def test_metadata_that_is_not_understood(tmp_path: Path) -> None:
     refused(written.path, r"qwen3moe\.rope\.dimension_count is 6, expected 12")
     write("qwen3_moe", tmp_path, edit=lambda w: w.add_string("qwen3moe.rope.scaling.type", "longrope"))
     refused(written.path, r"what qwen3moe\.rope\.scaling\.type mean")
+    # llama.cpp multiplies YaRN's own factor by this one, transformers' attention_factor takes its place
+    write("qwen3_moe", tmp_path, edit=lambda w: w.add_float32("qwen3moe.rope.scaling.attn_factor", 1.0))
+    refused(written.path, r"what qwen3moe\.rope\.scaling\.attn_factor mean")
+    for key, value, message in (
+        ("qwen3moe.attention.head_count", [4, 4], r"head_count: expected a positive number, found \[4, 4\]"),
+        ("qwen3moe.attention.head_count_kv", 0, "head_count_kv: expected a positive number, found 0"),
+        ("split.no", "0", r"split\.no: expected a whole number, found '0'"),
+    ):
+        write("qwen3_moe", tmp_path, edit=lambda w, key=key, value=value: replace(w, key, value))
+        refused(written.path, message)
     write("qwen3_moe", tmp_path, edit=lambda w: w.kv_data[0].pop("qwen3moe.expert_feed_forward_length"))
     refused(written.path, r"has no qwen3moe\.expert_feed_forward_length among its metadata")
 

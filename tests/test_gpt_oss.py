@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, Mxfp4Config, PreTrainedModel
 import ktft
 from ktft import formats
 from ktft.activation import clamped_swiglu
-from ktft.adapters.layout import fused_rows, unpack_fused
+from ktft.adapters.layout import unpack_fused
 from ktft.checkpoint import CheckpointError
 from ktft.convert import convert
+from ktft.expert_layout import fused_rows
 from ktft.lora import ExpertLora
 from ktft.train import run
 from tests.described import decoded

@@ -12,7 +12,6 @@ import pytest
 from tests.load_memory import write_large, write_large_gguf
 from tests.processes import run_module
 
-ROOT = Path(__file__).parent.parent
 MIB = 2**20
 SLACK = 24 * MIB
 """A few rows in fp32 while they are decoded (4 MiB a tensor), stacks and arenas of transformers' loader threads."""

@@ -29,11 +29,11 @@ from ktft.adapters.layout import (
     StoredExperts,
     StoredLinear,
     assign,
-    fused_rows,
     unpack_fused,
 )
 from ktft.adapters.values import check_keys, check_values
 from ktft.checkpoint import read_header
+from ktft.expert_layout import fused_rows
 from ktft.mapping import CheckpointError, is_mapped_source, replacing
 
 METADATA_KEY = "ktft"

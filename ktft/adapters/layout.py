@@ -44,6 +44,7 @@ from ktft.adapters.config import (
     parameter_name,
 )
 from ktft.checkpoint import Tensor
+from ktft.expert_layout import fused_rows
 from ktft.experts import CpuExperts
 from ktft.weights import LORA_NAMES
 
@@ -176,13 +177,6 @@ def _unknown(key: str, path: str, stored: StoredAdapter, modules: Mapping[str, n
     return f"{stored.directory / WEIGHTS_FILE}: tensor {key!r} has no place in this model: {what}"
 
 
-def fused_rows(intermediate: int, interleaved: bool) -> tuple[slice, slice]:
-    """Which rows of 2I belong to gate, and which to up; see :class:`~ktft.experts.ExpertNames`."""
-    if interleaved:
-        return slice(0, None, 2), slice(1, None, 2)
-    return slice(intermediate), slice(intermediate, None)
-
-
 def unpack_fused(a: torch.Tensor, b: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """PEFT's fused factors to stacks: A [r E, in] -> [E, r, in], B [out, r E] -> [E, out, r].
 
@@ -264,7 +258,6 @@ __all__ = [
     "StoredLinear",
     "assign",
     "fused",
-    "fused_rows",
     "pack_fused",
     "peft_converts_experts",
     "per_expert",

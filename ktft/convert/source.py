@@ -109,8 +109,9 @@ def open_source(directory: Path) -> Source:
     mapped = map_experts(checkpoint, outline.modules, tensors)
     experts: dict[Key, ExpertMatrix] = {}
     for module, found in tensors.items():
-        transposed = mapped[module].gate.transposed
         for part in found:
+            # What is decoded of a single matrix is [rows, cols] even where its tensors hold the transpose (GPTQ, AWQ).
+            transposed = part.expert is None and mapped[module].gate.transposed
             for matrix in _matrices(checkpoint, module, part, outline.modules[module].intermediate_size, transposed):
                 experts[matrix.module, matrix.expert, matrix.projection] = matrix
     keys = {tensor.key for found in tensors.values() for tensor in found}

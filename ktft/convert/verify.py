@@ -62,7 +62,7 @@ class Verification:
 
     def text(self) -> str:
         """For people."""
-        lines = [f"{self.equal} parameters equal, {len(self.coded)} within half a step"]
+        lines = [f"{self.equal} parameters equal, {len(self.coded) - len(self.beyond)} within half a step"]
         if self.coded and not self.beyond:
             worst = max(self.coded, key=lambda name: self.coded[name].relative)
             found = self.coded[worst]

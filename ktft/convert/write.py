@@ -28,12 +28,13 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from ktft import formats
+from ktft import families, formats
 from ktft.bench.memory import resident
 from ktft.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, CheckpointError, file_header
 from ktft.convert.plan import Copy, Decode, Encode, Headers, Plan, Shard, Step, make_plan
 from ktft.convert.source import Source, chunks, open_source, other_files
 from ktft.mapping import replacing
+from ktft.model import map_experts
 
 MANIFEST = ".ktft-convert.json"
 
@@ -141,7 +142,9 @@ class Partial:
         try:
             if manifest.is_file():
                 self._take_up(manifest)
-            self._write_manifest()
+            self._remove_leftovers()
+            with _room(manifest):
+                self._write_manifest()
         except BaseException:
             self.close()
             raise
@@ -174,6 +177,12 @@ class Partial:
             if status is not None and (status.st_size, status.st_mtime_ns) == (entry.size, entry.mtime_ns):
                 self.finished[name] = entry
 
+    def _remove_leftovers(self) -> None:
+        """What a killed run had begun is as large on disk as if it were finished."""
+        for path in self.directory.rglob("*"):
+            if path.is_file() and path.relative_to(self.directory).as_posix() not in {*self.finished, MANIFEST}:
+                path.unlink()
+
     def _write_manifest(self) -> None:
         entries = {name: asdict(entry) for name, entry in self.finished.items()}
         with replacing(self.directory / MANIFEST) as temporary:
@@ -190,11 +199,8 @@ class Partial:
         self._write_manifest()
         return self.finished[name]
 
-    def rename(self, target: Path, names: set[str]) -> None:
-        """Make it the result, of the files ``names``; whatever else a killed run left goes."""
-        for path in self.directory.rglob("*"):
-            if path.is_file() and path.relative_to(self.directory).as_posix() not in {*names, MANIFEST}:
-                path.unlink()
+    def rename(self, target: Path) -> None:
+        """Make it the result."""
         _refuse_existing(target)
         os.fsync(self._lock)
         os.rename(self.directory, target)
@@ -325,15 +331,14 @@ def convert(
         raise ValueError(f"DST {target} lies in SRC {source}; choose a directory outside")
     plan = make_plan(open_source(source), format_name, layers)
     files, other_weights = other_files(source)
-    names = {shard.name for shard in plan.shards}
     partial = Partial(target, _task(plan, files))
     try:
         summary = _write_shards(plan, partial)
         with _room(partial.directory / "config.json"):
-            names |= _write_rest(plan, partial.directory, files)
+            _write_rest(plan, partial.directory, files)
         _check_result(plan, partial.directory)
         summary.temporary = partial.manifest_bytes
-        partial.rename(target, names)
+        partial.rename(target)
     finally:
         partial.close()
     summary.copied = sum(isinstance(step, Copy) for step in plan.steps)
@@ -375,8 +380,8 @@ def _write_shards(plan: Plan, partial: Partial) -> Summary:
     return summary
 
 
-def _write_rest(plan: Plan, directory: Path, files: list[str]) -> set[str]:
-    """Config, index and whatever else is no weights; their names."""
+def _write_rest(plan: Plan, directory: Path, files: list[str]) -> None:
+    """Config, index and whatever else is no weights."""
     source = plan.source.directory
     for name in files:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
@@ -395,7 +400,6 @@ def _write_rest(plan: Plan, directory: Path, files: list[str]) -> set[str]:
     for name, value in texts.items():
         with replacing(directory / name) as temporary:
             temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return {*files, *texts}
 
 
 def _check_result(plan: Plan, directory: Path) -> None:
@@ -406,6 +410,8 @@ def _check_result(plan: Plan, directory: Path) -> None:
         raise RuntimeError(
             f"{directory}: expected {len(expected)} tensors, found {len(found.tensors)}; a bug of ktft's"
         )
+    outline = plan.source.outline
+    map_experts(found, outline.modules, families.expert_tensors(outline.stock, outline.modules, found.parameters))
 
 
 __all__ = ["MANIFEST", "Finished", "Partial", "Summary", "convert", "write_shard"]
