@@ -117,6 +117,8 @@ def describe(
             f"expected {', '.join([*PLAIN, *sorted(CODED), *BLOCKS])}. Use another published version of this model."
         )
     if name in WITH_ZERO_POINTS:
+        if place != Place():
+            raise _refused(codes, source, "in one tensor", "rows")
         return _describe_with_zero_points(sources, mappings)
     rows, cols = source.shape[-2:]
     row_bytes = codes.size // math.prod(source.shape[:-1])

@@ -9,6 +9,11 @@ namespace {
 constexpr int kHalf = kRun / 2, kHalves = Vec::kLanes;  // columns of half a run; halves whose scales are found at a time
 constexpr int kScaleColumns = kHalf * kHalves;
 
+// Every tile of rows decodes the codes again, which pays up to so many rows of A: in products of rows with codes of four bits
+// and of eight, and in products of columns with eight; with four always (fp8, int8 and mxfp4 at 1, 4, 8, 9, 13 and 16 rows, H
+// 2048, I 768, two threads, Zen 5, 2026-12-01: with 16 rows, rows of mxfp4 took 16 instead of 11 ms, columns 13 instead of 28).
+constexpr int kMostRows = 4, kMostRowsOfBytes = 2, kMostColumnsOfBytes = 12;
+
 // Which of the groups that a row's columns [col, col + kScaleColumns) lie in each half of a run has: counted from the first.
 struct HalfGroups {
   int64_t first;
@@ -21,30 +26,14 @@ struct HalfGroups {
   }
 };
 
-template <ScaleFormat format>
-inline void half_scales(const Scales& scales, const char* row, const HalfGroups& groups, float* out) {
-  Vec::F scale = load_scales<format>(row, groups.first, groups.count);
-  const Vec::F factor = Vec::set1(scales.factor);
-  scale = scales.divides ? Vec::div(scale, factor) : Vec::mul(scale, factor);
-  Vec::store(out, Vec::permute(scale, Vec::load_words(groups.of)));
-}
-
-// Scales of the halves of runs in `columns` <= kScaleColumns columns of a stored row, from those that `groups` was made for.
+// Scales of the halves of runs in those columns of a stored row that `groups` was made for.
 inline void half_scales(const Stored& source, int64_t row, const HalfGroups& groups, float* out) {
   const Scales& scales = source.scales;
   const char* const at = scales.data + (source.row + row + scales.first_row) / scales.rows * scales.stride;
-  switch (scales.format) {
-    case kScaleFp32:
-      return half_scales<kScaleFp32>(scales, at, groups, out);
-    case kScaleBf16:
-      return half_scales<kScaleBf16>(scales, at, groups, out);
-    case kScaleFp16:
-      return half_scales<kScaleFp16>(scales, at, groups, out);
-    case kScaleE8m0:
-      return half_scales<kScaleE8m0>(scales, at, groups, out);
-    case kScaleE4m3:
-      return half_scales<kScaleE4m3>(scales, at, groups, out);
-  }
+  with_scale_format(scales.format, [&](auto format) {
+    const Vec::F of_groups = scales_of<format.value>(scales, at, groups.first, groups.count);
+    Vec::store(out, Vec::permute(of_groups, Vec::load_words(groups.of)));
+  });
 }
 
 // Rows of a product of rows: up to kRows of A, four columns in each of kGroups accumulators. As rows_tile in gemm.inl.
@@ -149,7 +138,7 @@ inline void coded_columns_tile(const Stored& b, const Operands& x, int64_t begin
 template <class Codes, bool one_scale>
 void multiply_coded_rows(const Stored& b, const Operands& x, int rows, int cols, float* c, const Ahead& ahead) {
   constexpr int kCols = 4 * Vec::kRowGroups;
-  for_rows<Vec::kRowTile>(rows, [&](auto step, int row) {
+  for_rows<kMostRows>(rows, [&](auto step, int row) {
     for (int col = 0; col < cols; col += kCols) {
       const bool last = col + kCols >= cols;
       const Ahead::Area further{b.data + (b.row + col + kCols) * b.stride + Codes::bytes(b.col), b.stride, kCols, 0};
@@ -180,6 +169,9 @@ void multiply_coded_columns(const Stored& b, const Operands& x, int rows, int co
 
 // C += A B as multiply_rows or multiply_columns would, had b been made words; false: nothing done, it has to be.
 bool multiply_coded(const Stored& b, bool is_rows, const Operands& x, int rows, int cols, float* c, const Ahead& ahead) {
+  const bool is_bytes = bytes_of(b.format, 1) > 0;
+  const int most = is_rows ? (is_bytes ? kMostRowsOfBytes : kMostRows) : (is_bytes ? kMostColumnsOfBytes : kFewRows);
+  if (rows > most) return false;
   const int64_t group = b.scales.columns, along = is_rows ? x.length : cols;
   // A row that lies inside one group has one scale, whatever the group's size.
   const bool one_group = b.col / group == (b.col + along - 1) / group;
@@ -188,26 +180,11 @@ bool multiply_coded(const Stored& b, bool is_rows, const Operands& x, int rows, 
     using Codes = decltype(codes);
     if (is_rows) multiply_coded_rows<Codes, one_scale.value>(b, x, rows, cols, c, ahead);
     else multiply_coded_columns<Codes, one_scale.value>(b, x, rows, cols, c);
-    return true;
   };
-  const auto either = [&](auto codes) {
-    return group % kRun == 0 || one_group ? multiply(codes, Count<1>()) : multiply(codes, Count<0>());
-  };
-  switch (b.format) {
-    case kFp8:
-      return either(Fp8Codes());
-    case kInt8:
-      return either(Int8Codes());
-    case kInt8Plain:
-      return either(Int8PlainCodes());
-    case kInt4:
-      return either(TableCodes<kInt4Values>());
-    case kMxfp4:
-    case kNvfp4:
-      return either(TableCodes<kE2m1Values>());
-    default:
-      return false;
-  }
+  return with_scaled_codes(b.format, [&](auto codes) {
+    if (group % kRun == 0 || one_group) multiply(codes, Count<1>());
+    else multiply(codes, Count<0>());
+  });
 }
 
 template <class Mode>

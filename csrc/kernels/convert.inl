@@ -101,9 +101,9 @@ template <class Mode>
 inline void decode_word(const PanelSource& source, int64_t word, char* panel) {
   constexpr int kGroup = Mode::Dot::kGroup;
   const int cols = source.columns;
-  const char* const row = source.data + word * kGroup * source.stride;
   char* const out = panel + word * 4 * kBlock;
   const bool partner = (word + 1) * kGroup <= source.length;
+  const char* const row = source.data + word * kGroup * source.stride;
   if constexpr (kGroup == 2) {
     if (source.format == kBf16 && cols == kBlock && partner) {
       for (int half = 0; half < 2; ++half)

@@ -1,10 +1,12 @@
 // Stored codes and scales -> elements of words: one decoder per format. Included by convert.inl.
 //
 // A weight is code * scale in fp32, rounded once to the compute dtype; ktft/formats says the same in torch, and tests hold
-// both to the same bits. A format is one struct here, with the value of its codes, and a row of the table in decode_codes; how
-// its scales lie is data (table.h).
+// both to the same bits. A format is one struct here and one row of the table in decode_codes, or in with_scaled_codes; how its
+// scales lie is data (table.h).
+//
+// load(row, col, lanes) are the values of codes from column `col` of a stored row. Of formats with scales also bytes(columns),
+// and, at units that have runs, run<one_scale>(row, col, scale): kRun columns as words, with a scale for each half or for both.
 
-// The value of a format's codes, from column `col` of a stored row: load(row, col, lanes).
 constexpr int64_t kRun = 32;  // columns that some units decode to bf16 at a time; each half may have a scale of its own
 
 template <class Codes>
@@ -85,6 +87,58 @@ inline Vec::F load_scales(const char* row, int64_t first, int lanes) {
   if constexpr (format == kScaleE4m3) return Vec::e4m3(Vec::bytes(row + first, lanes));
 }
 
+// Of groups from `first` on of a row of scales.
+template <ScaleFormat format>
+inline Vec::F scales_of(const Scales& scales, const char* row, int64_t first, int lanes) {
+  const Vec::F value = load_scales<format>(row, first, lanes), factor = Vec::set1(scales.factor);
+  return scales.divides ? Vec::div(value, factor) : Vec::mul(value, factor);
+}
+
+template <ScaleFormat kFormat>
+struct ScaleTag {
+  static constexpr ScaleFormat value = kFormat;
+};
+template <class Function>
+inline void with_scale_format(ScaleFormat format, Function f) {
+  switch (format) {
+    case kScaleFp32:
+      return f(ScaleTag<kScaleFp32>());
+    case kScaleBf16:
+      return f(ScaleTag<kScaleBf16>());
+    case kScaleFp16:
+      return f(ScaleTag<kScaleFp16>());
+    case kScaleE8m0:
+      return f(ScaleTag<kScaleE8m0>());
+    case kScaleE4m3:
+      return f(ScaleTag<kScaleE4m3>());
+  }
+}
+
+// Formats with scales beside the codes, and nothing else; false: another one.
+template <class Function>
+inline bool with_scaled_codes(Format format, Function f) {
+  switch (format) {
+    case kFp8:
+      f(Fp8Codes());
+      return true;
+    case kInt8:
+      f(Int8Codes());
+      return true;
+    case kInt8Plain:
+      f(Int8PlainCodes());
+      return true;
+    case kInt4:
+      f(TableCodes<kInt4Values>());
+      return true;
+    case kMxfp4:
+    case kNvfp4:
+      f(TableCodes<kE2m1Values>());
+      return true;
+    default:
+      return false;
+  }
+}
+
 constexpr int64_t kCodesAhead = 16;  // stored rows that are read ahead
 
 template <class Mode, class Codes, ScaleFormat format>
@@ -104,8 +158,7 @@ inline void decode_scaled(const Stored& source, int64_t rows, int64_t cols, char
       const int64_t left = 1 + (cols - 1 < end ? 0 : (cols - end + scales.columns - 1) / scales.columns);
       const int some = left < kSome ? int(left) : kSome;
       for_columns(some, [&](int64_t at, int lanes) {
-        const Vec::F value = load_scales<format>(scale_row, group + at, lanes), factor = Vec::set1(scales.factor);
-        Vec::store(scale + at, scales.divides ? Vec::div(value, factor) : Vec::mul(value, factor));
+        Vec::store(scale + at, scales_of<format>(scales, scale_row, group + at, lanes));
       });
       int at = 0;
       if constexpr (Mode::kWord == kBf16 && Vec::kHasRuns) {
@@ -129,22 +182,6 @@ inline void decode_scaled(const Stored& source, int64_t rows, int64_t cols, char
 }
 
 template <class Mode, class Codes>
-inline void decode_rows_of(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride) {
-  switch (source.scales.format) {
-    case kScaleFp32:
-      return decode_scaled<Mode, Codes, kScaleFp32>(source, rows, cols, words, word_stride);
-    case kScaleBf16:
-      return decode_scaled<Mode, Codes, kScaleBf16>(source, rows, cols, words, word_stride);
-    case kScaleFp16:
-      return decode_scaled<Mode, Codes, kScaleFp16>(source, rows, cols, words, word_stride);
-    case kScaleE8m0:
-      return decode_scaled<Mode, Codes, kScaleE8m0>(source, rows, cols, words, word_stride);
-    case kScaleE4m3:
-      return decode_scaled<Mode, Codes, kScaleE4m3>(source, rows, cols, words, word_stride);
-  }
-}
-
-template <class Mode, class Codes>
 inline void decode_unscaled(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride) {
   for (int64_t row = 0; row < rows; ++row, words += word_stride) {
     decode_some<Mode, Codes>(source.data + (source.row + row) * source.stride, source.col, 0, cols, 1.0f, words);
@@ -158,10 +195,13 @@ inline void decode_unscaled(const Stored& source, int64_t rows, int64_t cols, ch
 // Rows of codes -> rows of words, padded with zeros to a whole word.
 template <class Mode>
 inline void decode_codes(const Stored& source, int64_t rows, int64_t cols, char* words, ptrdiff_t word_stride) {
+  const auto scaled = [&](auto codes) {
+    with_scale_format(source.scales.format, [&](auto format) {
+      decode_scaled<Mode, decltype(codes), format.value>(source, rows, cols, words, word_stride);
+    });
+  };
+  if (with_scaled_codes(source.format, scaled)) return;
   switch (source.format) {
-    case kBf16:
-    case kFp32:
-      break;  // direct
     case kFp16:
       return decode_unscaled<Mode, Fp16Codes>(source, rows, cols, words, word_stride);
     case kEverySecondBf16:
@@ -170,21 +210,10 @@ inline void decode_codes(const Stored& source, int64_t rows, int64_t cols, char*
       return decode_unscaled<Mode, EverySecond<Fp32Codes, 4>>(source, rows, cols, words, word_stride);
     case kEverySecondFp16:
       return decode_unscaled<Mode, EverySecond<Fp16Codes, 2>>(source, rows, cols, words, word_stride);
-    case kFp8:
-      return decode_rows_of<Mode, Fp8Codes>(source, rows, cols, words, word_stride);
-    case kInt8:
-      return decode_rows_of<Mode, Int8Codes>(source, rows, cols, words, word_stride);
-    case kInt8Plain:
-      return decode_rows_of<Mode, Int8PlainCodes>(source, rows, cols, words, word_stride);
     case kGptq:
       return decode_with_zeros<Mode, GptqCodes>(source, rows, cols, words, word_stride);
     case kAwq:
       return decode_with_zeros<Mode, AwqCodes>(source, rows, cols, words, word_stride);
-    case kInt4:
-      return decode_rows_of<Mode, TableCodes<kInt4Values>>(source, rows, cols, words, word_stride);
-    case kMxfp4:
-    case kNvfp4:
-      return decode_rows_of<Mode, TableCodes<kE2m1Values>>(source, rows, cols, words, word_stride);
     case kQ8_0:
       return decode_blocks<Mode, Q8_0>(source, rows, cols, words, word_stride);
     case kQ4_0:
@@ -197,5 +226,7 @@ inline void decode_codes(const Stored& source, int64_t rows, int64_t cols, char*
       return decode_blocks<Mode, Q6_K>(source, rows, cols, words, word_stride);
     case kGgufMxfp4:
       return decode_blocks<Mode, GgufMxfp4>(source, rows, cols, words, word_stride);
+    default:
+      break;  // direct
   }
 }

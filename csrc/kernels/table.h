@@ -112,11 +112,9 @@ struct Stored {
     }
     return further;
   }
-  // Where row `row + rows` lies.
-  __attribute__((always_inline)) const char* line(int64_t rows = 0) const {
-    return data + (row + rows) / packing_of(format).rows * stride;
+  __attribute__((always_inline)) const char* codes() const {
+    return data + row / packing_of(format).rows * stride + bytes_of(format, col);
   }
-  __attribute__((always_inline)) const char* codes() const { return line() + bytes_of(format, col); }
 };
 
 // The words of rows the other way round: rows in groups of 16, the last group of what is left; a group of n rows as [words][n].
